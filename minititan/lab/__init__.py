@@ -1,0 +1,1 @@
+"""What only the workbook needs: launch ranks from a cell, trace them, draw what they did, check exercises."""
