@@ -163,10 +163,8 @@ def _preload() -> None:
 
 def run(control_fd: int, out_fd: int, err_fd: int, parent: int | None = None) -> None:
     """Be one rank: take the job, call the function, send its result, wait to be dismissed. Never returns."""
-    try:
+    with contextlib.suppress(PermissionError):  # already a leader: the spawn way starts it in its own session
         os.setsid()
-    except PermissionError:  # already a leader: the spawn way starts ranks in their own session
-        pass
     _die_with_parent(parent)
     _redirect(out_fd, err_fd)
     control = socket.socket(fileno=control_fd)
@@ -297,9 +295,9 @@ def _redirect(out_fd: int, err_fd: int) -> None:
     for source, target in ((null, 0), (out_fd, 1), (err_fd, 2)):
         os.dup2(source, target)
         os.close(source)
-    sys.stdin = open(0, closefd=False)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
     for fd, name in ((1, "stdout"), (2, "stderr")):
-        stream = open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+        stream = open(fd, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: SIM115
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
 
@@ -329,7 +327,9 @@ def position(thread: int, job: Job) -> dict:
     frame = sys._current_frames().get(thread)
     stack = list(traceback.StackSummary.extract(traceback.walk_stack(frame)))  # innermost first
     stack = stack[: _index_of_body(stack)]
-    call = next((f.name for f in stack if f.filename.endswith("distributed_c10d.py") and f.name[0] != "_"), None)
+    call = next(
+        (f.name for f in stack if f.filename.endswith("distributed_c10d.py") and f.name[0] != "_"), None
+    )
     own = next((f for f in stack if not _is_library(f.filename)), stack[0] if stack else None)
     where = ""
     if own is not None:
@@ -413,7 +413,10 @@ def shown_path(filename: str, job: Job) -> str:
     """`cell 5`, a path below the working directory, or one that starts at a package: never an absolute path."""
     if filename in job.cells:
         return job.cells[filename]
-    for marker in ("site-packages" + os.sep, f"lib{os.sep}python{sys.version_info[0]}.{sys.version_info[1]}{os.sep}"):
+    for marker in (
+        "site-packages" + os.sep,
+        f"lib{os.sep}python{sys.version_info[0]}.{sys.version_info[1]}{os.sep}",
+    ):
         if marker in filename:
             return filename.split(marker, 1)[1]
     for base in (job.cwd, *job.path):

@@ -20,26 +20,31 @@ never called it. When `launch` returns or raises, its processes, sockets and des
 `python -m minititan.lab.launch --benchmark` measures it beside torchrun and beside spawning.
 """
 
+import argparse
 import atexit
+import collections
 import contextlib
 import inspect
-import json
+import io
 import linecache
 import os
 import pickle
+import re
 import selectors
 import signal
 import socket
+import statistics
 import struct
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import types
 import warnings
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import cloudpickle
 import torch
@@ -109,7 +114,9 @@ def launch(
     """
     _check_place()
     if not callable(fn):
-        raise ValueError(f"launch needs a function, got {fn!r}: write launch(fn, *args), not launch(fn(*args))")
+        raise ValueError(
+            f"launch needs a function, got {fn!r}: write launch(fn, *args), not launch(fn(*args))"
+        )
     for name, value in (("ranks", ranks), ("threads", threads)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be a positive integer, got {value!r}")
@@ -172,13 +179,30 @@ def _choose_device(device: str, ranks: int) -> str:
         told = f"{device}, {gpus}"
         if told not in _told_device:  # say it once, and again when the answer changes
             _told_device.add(told)
-            print(f"[launch] {ranks} ranks on {'CUDA with NCCL' if device == 'cuda' else 'the CPU with gloo'}: {gpus} GPUs here")
+            print(
+                f"[launch] {ranks} ranks on {'CUDA with NCCL' if device == 'cuda' else 'the CPU with gloo'}: {gpus} GPUs here"
+            )
     return device
 
 
+class _CallPickler(cloudpickle.Pickler):
+    """Functions keep the file name of their cell (cloudpickle drops it), so that tracebacks can show its lines."""
+
+    @staticmethod
+    def _reduce_code(code: types.CodeType):
+        build, parts = cloudpickle.Pickler.dispatch_table[types.CodeType](code)
+        return build, tuple(code.co_filename if part == "<dynamic-code>" else part for part in parts)
+
+    dispatch_table: ClassVar = collections.ChainMap(
+        {types.CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table
+    )
+
+
 def _dump_call(fn: Callable, args: tuple) -> bytes:
+    buffer = io.BytesIO()
     try:
-        return cloudpickle.dumps((fn, args))
+        _CallPickler(buffer).dump((fn, args))
+        return buffer.getvalue()
     except Exception as error:
         name = getattr(fn, "__qualname__", repr(fn))
         culprits = [(f"argument {i} of {name}", value) for i, value in enumerate(args)]
@@ -226,8 +250,7 @@ class ForkServer:
         self.owner = os.getpid()
         self.lock = threading.Lock()
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        complaints = tempfile.TemporaryFile()  # has no name: nothing is left behind
-        with theirs, complaints:
+        with theirs, tempfile.TemporaryFile() as complaints:  # the file has no name: nothing is left behind
             self.process = subprocess.Popen(
                 _bootstrap(f"serve({theirs.fileno()})"),
                 stdin=subprocess.DEVNULL,
@@ -235,7 +258,8 @@ class ForkServer:
                 stderr=complaints,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # an interrupt is for the kernel, which ends its ranks itself
-                env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+                env=os.environ
+                | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
             )
             theirs.close()
             atexit.register(self.close)
@@ -378,7 +402,9 @@ class _Rank:
 
 
 class _Launch:
-    def __init__(self, call: bytes, ranks: int, device: str, timeout: float, threads: int, server: ForkServer | None):
+    def __init__(
+        self, call: bytes, ranks: int, device: str, timeout: float, threads: int, server: ForkServer | None
+    ):
         self.call, self.device, self.timeout, self.threads = call, device, timeout, threads
         self.starter = server or Spawner()
         self.selector = selectors.DefaultSelector()
@@ -465,7 +491,9 @@ class _Launch:
 
     def _ask(self, patience: float) -> None:
         """Ask every rank that lives where it is, and wait for the answers."""
-        asked = [rank for rank in self.ranks if rank.failed_at is None and rank.open and rank.exit_code is None]
+        asked = [
+            rank for rank in self.ranks if rank.failed_at is None and rank.open and rank.exit_code is None
+        ]
         for rank in asked:
             rank.report = None
             with contextlib.suppress(OSError):
@@ -558,7 +586,10 @@ class _Launch:
             rank.open = False
         grace = time.monotonic() + (1.0 if done else 0.0)
         end = grace + 5.0
-        while any(rank.pid is not None and rank.gone_at is None for rank in self.ranks) and time.monotonic() < end:
+        while (
+            any(rank.pid is not None and rank.gone_at is None for rank in self.ranks)
+            and time.monotonic() < end
+        ):
             if time.monotonic() >= grace:
                 for rank in self.ranks:
                     if rank.pid is not None and rank.gone_at is None:
@@ -719,3 +750,80 @@ class _Lines:
             for line in self.tail.splitlines():
                 self._add(line)
             self.tail = b""
+
+
+# ------------------------------------------------------------------------------------------- the benchmark
+
+
+def _first_all_reduce() -> float:
+    dist.all_reduce(torch.ones(1))
+    return time.monotonic()
+
+
+_TORCHRUN_SCRIPT = """
+import time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+print(f"finished {time.monotonic()}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def benchmark(ranks: int = 4, repeats: int = 3) -> dict[str, list[float]]:
+    """Seconds from the call to the last rank's first finished all_reduce, for each way to start ranks.
+
+    The ways take turns, so that a busy machine slows all of them.
+    """
+
+    def launched(start: str) -> float:
+        began = time.monotonic()
+        return max(launch(_first_all_reduce, ranks=ranks, device="cpu", start=start)) - began
+
+    def by_torchrun(script: str) -> float:
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), script]
+        began = time.monotonic()
+        done = subprocess.run(
+            command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
+        )
+        ends = [float(t) for t in re.findall(r"finished ([0-9.]+)", done.stdout)]
+        if len(ends) < ranks:
+            raise RuntimeError(f"torchrun gave {len(ends)} of {ranks} results:\n{done.stderr}")
+        return max(ends) - began
+
+    times: dict[str, list[float]] = {"launch, first call": [launched("forkserver")]}
+    with tempfile.TemporaryDirectory() as folder:
+        script = os.path.join(folder, "script.py")
+        with open(script, "w") as file:
+            file.write(_TORCHRUN_SCRIPT)
+        for _ in range(repeats):
+            for _ in range(5):
+                times.setdefault("launch, warm", []).append(launched("forkserver"))
+            times.setdefault("spawn", []).append(launched("spawn"))
+            times.setdefault("torchrun", []).append(by_torchrun(script))
+    return times
+
+
+def _print_benchmark(times: dict[str, list[float]], ranks: int) -> None:
+    warm = statistics.median(times["launch, warm"])
+    print(f"seconds from the call to the first finished all_reduce of {ranks} ranks on the CPU")
+    print(f"{'':22}{'min':>8}{'median':>9}{'max':>8}{'runs':>6}{'median / warm':>15}")
+    for name, seconds in times.items():
+        middle = statistics.median(seconds)
+        print(
+            f"{name:22}{min(seconds):8.3f}{middle:9.3f}{max(seconds):8.3f}{len(seconds):6}{middle / warm:15.1f}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Run a function from a notebook on N ranks.")
+    parser.add_argument(
+        "--benchmark", action="store_true", required=True, help="print how long a start takes"
+    )
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=3, help="turns; a turn has 5 warm launches")
+    given = parser.parse_args()
+    _print_benchmark(benchmark(given.ranks, given.repeats), given.ranks)
+
+
+if __name__ == "__main__":
+    main()
