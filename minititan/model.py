@@ -313,7 +313,7 @@ def from_hf_state_dict(hf_state: Mapping[str, Tensor], config: ModelConfig) -> d
 
 
 def demo() -> None:
-    """Counts the presets, then shows that stages compose to the whole and that positions are what matters."""
+    """Counts the presets' parameters, then shows that pipeline stages compose to the whole model."""
     say = print if os.environ.get("RANK", "0") == "0" else (lambda *_: None)
     for name, config in PRESETS.items():
         say(f"{name:12} {count_parameters(config):>15,} parameters")
@@ -330,15 +330,9 @@ def demo() -> None:
     for stage in stages:
         stage.double().load_state_dict({n: whole.state_dict()[n] for n in stage.state_dict()})
         x = stage(x)
-    errors = {
-        "three pipeline stages against the whole": (x - whole(tokens_BT)).abs().max().item(),
-        "all positions moved by 1000": (whole(tokens_BT, torch.arange(1000, 1032)) - whole(tokens_BT))
-        .abs()
-        .max()
-        .item(),
-    }
-    for what, error in errors.items():
-        say(f"{what}: largest difference {error:.1e}")
+    error = (x - whole(tokens_BT)).abs().max().item()
+    say(f"three pipeline stages against the whole: largest difference {error:.1e}")
+    assert error < 1e-10
 
 
 if __name__ == "__main__":
