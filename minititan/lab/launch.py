@@ -21,7 +21,6 @@ never called it. When `launch` returns or raises, its processes, sockets and des
 """
 
 import argparse
-import atexit
 import collections
 import contextlib
 import inspect
@@ -29,20 +28,14 @@ import io
 import linecache
 import os
 import pickle
-import re
 import selectors
 import signal
 import socket
-import statistics
 import struct
-import subprocess
 import sys
-import tempfile
-import threading
 import time
 import types
 import warnings
-from collections import deque
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -51,12 +44,10 @@ import torch
 import torch.distributed as dist
 
 from minititan.lab import _ranks
+from minititan.lab._output import Output, names
+from minititan.lab._start import ForkServer, Spawner
 
 __all__ = ["RankError", "launch", "rank_device"]
-
-KEPT_OUTPUT = 1 << 20  # bytes of a rank's stdout, and of its stderr, shown in full; of the rest, the end
-KEPT_TAIL = 2000
-FOLD_SECONDS = 0.1  # how long a line waits for the other ranks to print the same one
 
 
 class RankError(RuntimeError):
@@ -220,112 +211,6 @@ def _dump_call(fn: Callable, args: tuple) -> bytes:
         raise ValueError(f"{name} cannot be sent to the ranks: {error}") from None
 
 
-# ------------------------------------------------------------------------------------- how ranks are started
-
-
-def _bootstrap(call: str) -> list[str]:
-    """The command of an interpreter that finds this package as this process does, and then makes `call`."""
-    code = f"import sys; sys.path[:] = {sys.path!r}; from minititan.lab import _ranks; _ranks.{call}"
-    return [sys.executable, "-c", code]
-
-
-class ForkServer:
-    """The process that forks ranks. Started by the first launch, one a process, replaced when it has died."""
-
-    _current: "ForkServer | None" = None
-    _guard = threading.Lock()
-
-    @classmethod
-    def of_this_process(cls) -> "ForkServer":
-        with cls._guard:
-            current = cls._current
-            if current is None or current.owner != os.getpid() or current.process.poll() is not None:
-                if current is not None and current.owner == os.getpid():
-                    current.close()
-                cls._current = None  # stays so when the start fails
-                cls._current = cls()
-            return cls._current
-
-    def __init__(self):
-        self.owner = os.getpid()
-        self.lock = threading.Lock()
-        self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, tempfile.TemporaryFile() as complaints:  # the file has no name: nothing is left behind
-            self.process = subprocess.Popen(
-                _bootstrap(f"serve({theirs.fileno()})"),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=complaints,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # an interrupt is for the kernel, which ends its ranks itself
-                env=os.environ
-                | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-            )
-            theirs.close()
-            atexit.register(self.close)
-            try:
-                self.channel.settimeout(300)
-                ready = self.channel.recv(16)
-            except BaseException:
-                self.close()
-                raise
-            if ready != b"ready":
-                self.close()
-                complaints.seek(0)
-                text = complaints.read().decode(errors="replace").strip()
-                raise RuntimeError(f"the launcher's fork server did not start:\n{text}")
-        self.channel.settimeout(10)
-
-    def start_rank(self, job: _ranks.Job, control: int, out: int, err: int, exits: int) -> None:
-        with self.lock:
-            socket.send_fds(self.channel, [b"fork"], [control, out, err, exits])
-
-    def kill(self, pid: int) -> None:
-        """Ask for SIGKILL; the server does it only while the pid is its child's, so no other process can be hit."""
-        with contextlib.suppress(OSError), self.lock:
-            self.channel.send(f"kill {pid}".encode())
-
-    def close(self) -> None:
-        atexit.unregister(self.close)
-        if self.owner != os.getpid():
-            return
-        self.channel.close()  # the server ends its ranks, then itself
-        try:
-            self.process.wait(1)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-
-
-class Spawner:
-    """A new interpreter for each rank: works everywhere, takes seconds. The same interface as ForkServer."""
-
-    def __init__(self):
-        self.processes: dict[int, tuple[subprocess.Popen, int]] = {}
-
-    def start_rank(self, job: _ranks.Job, control: int, out: int, err: int, exits: int) -> None:
-        process = subprocess.Popen(
-            _bootstrap(f"run({control}, {out}, {err}, parent={os.getpid()})"),
-            pass_fds=[control, out, err],
-            start_new_session=True,
-            env=os.environ | {"OMP_NUM_THREADS": str(job.threads)},
-        )
-        self.processes[process.pid] = (process, os.dup(exits))
-        os.write(exits, f"pid {process.pid}\n".encode())
-
-    def poll(self) -> None:
-        for pid, (process, exits) in list(self.processes.items()):
-            if process.poll() is not None:
-                os.write(exits, f"exit {process.returncode}\n".encode())
-                os.close(exits)
-                del self.processes[pid]
-
-    def kill(self, pid: int) -> None:
-        if pid in self.processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
-
-
 # --------------------------------------------------------------------------------------- one launch
 
 
@@ -409,7 +294,7 @@ class _Launch:
         self.starter = server or Spawner()
         self.selector = selectors.DefaultSelector()
         self.ranks = [_Rank(r) for r in range(ranks)]
-        self.output = _Output(ranks)
+        self.output = Output(ranks)
 
     def run(self) -> list:
         try:
@@ -522,7 +407,7 @@ class _Launch:
         self._ask(1.0)
         late = [rank.rank for rank in self.ranks if rank.result is None]
         positions = {rank.rank: self._position(rank) for rank in self.ranks}
-        head = f"no result from {_names(late)} within {self.timeout:g} s"
+        head = f"no result from {names(late)} within {self.timeout:g} s"
         raise RankError(_story(head, "", positions), None, None, positions)
 
     def _position(self, rank: _Rank) -> str:
@@ -540,7 +425,7 @@ class _Launch:
             one = rank.report["pending"][0]
             shapes = ", ".join(f"{d.lower()} {s}" for d, s in zip(one["dtypes"], one["sizes"], strict=False))
             members = rank.report["groups"][one["group"]]["ranks"]
-            whose = f" of the group of {_names(members)}" if len(members) != len(self.ranks) else ""
+            whose = f" of the group of {names(members)}" if len(members) != len(self.ranks) else ""
             line = f"{me} waits in {one['name']} #{one['number']}{whose} ({shapes})"
             return line + f" at {where}" + self._absent(one, members)
         if rank.report["call"]:
@@ -559,9 +444,9 @@ class _Launch:
                 missing.append(r)
             elif group["last"] == one["number"] and group["last_name"] != one["name"]:
                 others.setdefault(group["last_name"], []).append(r)
-        told = f"; {_names(missing)} never called it" if missing else ""
+        told = f"; {names(missing)} never called it" if missing else ""
         for name, callers in others.items():
-            told += f"; {_names(callers)} called {name} as #{one['number']}"
+            told += f"; {names(callers)} called {name} as #{one['number']}"
         return told
 
     def _end(self) -> None:
@@ -647,171 +532,12 @@ def _death(rank: _Rank) -> str:
     return f"ended with exit code {rank.exit_code} before it returned (os._exit?)"
 
 
-def _names(ranks: list[int]) -> str:
-    """rank 2, or ranks 0-3, 5."""
-    spans: list[list[int]] = []
-    for r in sorted(ranks):
-        if spans and r == spans[-1][1] + 1:
-            spans[-1][1] = r
-        else:
-            spans.append([r, r])
-    text = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans)
-    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
-
-
 def _story(head: str, body: str, positions: dict[int, str]) -> str:
     lines = [head]
     if body:
         lines += ["", body, ""]
     lines += [f"  {line}" for line in positions.values()]
     return "\n".join(lines)
-
-
-# --------------------------------------------------------------------------------------- what ranks print
-
-
-class _Output:
-    """The ranks' lines, shown as they come: labelled, equal lines of several ranks folded into one.
-
-    A line waits up to FOLD_SECONDS for the other ranks to print the same. Of a rank that prints more than
-    KEPT_OUTPUT bytes, the rest is read and dropped but for its end, and a line says so.
-    """
-
-    def __init__(self, ranks: int):
-        self.streams = {name: [_Lines() for _ in range(ranks)] for name in ("stdout", "stderr")}
-
-    def feed(self, rank: int, stream: str, chunk: bytes) -> None:
-        self.streams[stream][rank].feed(chunk)
-
-    def show(self, last: bool = False) -> None:
-        for name, lines in self.streams.items():
-            if last:
-                for one in lines:
-                    one.close()
-            text = self._ready(lines, last)
-            if text:
-                target = getattr(sys, name)
-                target.write(text)
-                target.flush()
-
-    def _ready(self, lines: list["_Lines"], last: bool) -> str:
-        now, shown = time.monotonic(), []
-        while waiting := [one for one in lines if one.queue]:
-            oldest = min(waiting, key=lambda one: one.queue[0][0])
-            since, text = oldest.queue[0]
-            same = [r for r, one in enumerate(lines) if one.queue and one.queue[0][1] == text]
-            could_join = any(not one.queue and not one.closed for one in lines)
-            if could_join and not last and now - since < FOLD_SECONDS:
-                break
-            for r in same:
-                lines[r].queue.popleft()
-            shown.append(f"[{_names(same).replace('ranks', 'rank')}] {text}\n")
-        return "".join(shown)
-
-
-class _Lines:
-    """One stream of one rank, cut into lines with the time they came."""
-
-    def __init__(self):
-        self.queue: deque[tuple[float, str]] = deque()
-        self.rest = b""
-        self.kept = self.dropped = 0
-        self.tail = b""
-        self.closed = False
-
-    def feed(self, chunk: bytes) -> None:
-        if not chunk:
-            self.close()
-            return
-        room = max(KEPT_OUTPUT - self.kept, 0)
-        self.kept += min(len(chunk), room)
-        over = chunk[room:]
-        self.dropped += len(over)
-        if over:
-            self.tail = (self.tail + over[-KEPT_TAIL:])[-KEPT_TAIL:]
-        *whole, self.rest = (self.rest + chunk[:room]).split(b"\n")
-        for line in whole:
-            self._add(line)
-
-    def _add(self, line: bytes) -> None:
-        text = line.decode(errors="replace").rstrip("\r")
-        self.queue.append((time.monotonic(), text.rsplit("\r", 1)[-1]))  # a progress bar's last state
-
-    def close(self) -> None:
-        if self.closed:
-            return
-        self.closed = True
-        if self.rest:
-            self._add(self.rest)
-            self.rest = b""
-        if self.dropped:
-            lost = max(self.dropped - len(self.tail), 0)
-            self._add(f"... {lost:,} bytes not shown; the end of the output:".encode())
-            for line in self.tail.splitlines():
-                self._add(line)
-            self.tail = b""
-
-
-# ------------------------------------------------------------------------------------------- the benchmark
-
-
-def _first_all_reduce() -> float:
-    dist.all_reduce(torch.ones(1))
-    return time.monotonic()
-
-
-_TORCHRUN_SCRIPT = """
-import time, torch, torch.distributed as dist
-dist.init_process_group("gloo")
-dist.all_reduce(torch.ones(1))
-print(f"finished {time.monotonic()}", flush=True)
-dist.destroy_process_group()
-"""
-
-
-def benchmark(ranks: int = 4, repeats: int = 3) -> dict[str, list[float]]:
-    """Seconds from the call to the last rank's first finished all_reduce, for each way to start ranks.
-
-    The ways take turns, so that a busy machine slows all of them.
-    """
-
-    def launched(start: str) -> float:
-        began = time.monotonic()
-        return max(launch(_first_all_reduce, ranks=ranks, device="cpu", start=start)) - began
-
-    def by_torchrun(script: str) -> float:
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), script]
-        began = time.monotonic()
-        done = subprocess.run(
-            command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
-        )
-        ends = [float(t) for t in re.findall(r"finished ([0-9.]+)", done.stdout)]
-        if len(ends) < ranks:
-            raise RuntimeError(f"torchrun gave {len(ends)} of {ranks} results:\n{done.stderr}")
-        return max(ends) - began
-
-    times: dict[str, list[float]] = {"launch, first call": [launched("forkserver")]}
-    with tempfile.TemporaryDirectory() as folder:
-        script = os.path.join(folder, "script.py")
-        with open(script, "w") as file:
-            file.write(_TORCHRUN_SCRIPT)
-        for _ in range(repeats):
-            for _ in range(5):
-                times.setdefault("launch, warm", []).append(launched("forkserver"))
-            times.setdefault("spawn", []).append(launched("spawn"))
-            times.setdefault("torchrun", []).append(by_torchrun(script))
-    return times
-
-
-def _print_benchmark(times: dict[str, list[float]], ranks: int) -> None:
-    warm = statistics.median(times["launch, warm"])
-    print(f"seconds from the call to the first finished all_reduce of {ranks} ranks on the CPU")
-    print(f"{'':22}{'min':>8}{'median':>9}{'max':>8}{'runs':>6}{'median / warm':>15}")
-    for name, seconds in times.items():
-        middle = statistics.median(seconds)
-        print(
-            f"{name:22}{min(seconds):8.3f}{middle:9.3f}{max(seconds):8.3f}{len(seconds):6}{middle / warm:15.1f}"
-        )
 
 
 def main() -> None:
@@ -822,7 +548,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=3, help="turns; a turn has 5 warm launches")
     given = parser.parse_args()
-    _print_benchmark(benchmark(given.ranks, given.repeats), given.ranks)
+    from minititan.lab import _benchmark  # it needs this module whole
+
+    _benchmark.show(_benchmark.measure(given.ranks, given.repeats), given.ranks)
 
 
 if __name__ == "__main__":
