@@ -1,0 +1,361 @@
+"""Check an exercise's answer, and say in words what is wrong with it.
+
+    check("00.ring_neighbours", ring_neighbours)     # a Verdict: shown in the notebook, `.solved` for a test
+
+An untouched stub (None, `...`, a function that returns nothing or raises NotImplementedError) is "not solved yet"
+with a hint. Nothing that an answer does makes `check` raise; only a name that does not exist does.
+
+To add an exercise, write it in its notebook's section below:
+
+    exercise("00.n_messages", close(12), hint="each of 4 ranks sends to 3 others")
+
+    @exercise("00.ring_neighbours", hint="what follows the last rank?")
+    def _(answer):                                    # anything that a helper cannot say
+        left, right = ask(answer, 0, 4)
+        return None if (left, right) == (3, 1) else f"rank 0 of 4 has the neighbours 3 and 1, not {left} and {right}"
+
+A judge takes the answer. It returns None or a `Right` (solved), or a sentence that says what is wrong.
+"""
+
+import difflib
+import html
+import math
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Right(str):
+    """A judge's confirmation, with the number that shows it: `Right("largest error 2e-16")`."""
+
+
+class NotSolvedYet(Exception):
+    """Raised by `ask` when a function is still a stub."""
+
+
+Judge = Callable[[Any], str | None]
+
+
+@dataclass(frozen=True)
+class Exercise:
+    name: str
+    judge: Judge
+    hint: str = ""
+
+
+EXERCISES: dict[str, Exercise] = {}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What `check` found. `status` is "solved", "wrong" or "not solved yet"."""
+
+    name: str
+    status: str
+    message: str = ""
+    hint: str = ""
+
+    @property
+    def solved(self) -> bool:
+        return self.status == "solved"
+
+    def __bool__(self) -> bool:
+        return self.solved
+
+    def _lines(self) -> tuple[str, str]:
+        mark = {"solved": "✓", "wrong": "✗"}.get(self.status, "○")
+        rest = self.message if self.status != "not solved yet" or not self.hint else f"Hint: {self.hint}"
+        return f"{mark} {self.name}: {self.status}", rest
+
+    def __repr__(self) -> str:
+        head, rest = self._lines()
+        return f"{head}. {rest}".rstrip() if rest else f"{head}."
+
+    def _repr_html_(self) -> str:
+        colour = {"solved": "#009E73", "wrong": "#D55E00"}.get(self.status, "#7f7f7f")
+        head, rest = map(html.escape, self._lines())
+        rest = f'<div style="white-space:pre-wrap">{rest}</div>' if rest else ""
+        return f'<div style="border-left:4px solid {colour};padding:.3em .8em"><b>{head}</b>{rest}</div>'
+
+
+def exercise(name: str, judge: Judge | None = None, hint: str = ""):
+    """Registers `judge` under a name such as "00.ring_neighbours"; without a judge, a decorator for one."""
+    if judge is None:
+        return lambda function: exercise(name, function, hint)
+    if name in EXERCISES:
+        raise ValueError(f"an exercise called {name!r} exists already")
+    EXERCISES[name] = Exercise(name, judge, hint)
+    return judge
+
+
+def check(name: str, answer: Any) -> Verdict:
+    """Judges an answer. Raises only for an unknown name (ValueError, with the names near to it)."""
+    if name not in EXERCISES:
+        near = difflib.get_close_matches(name, EXERCISES, 3, 0.4) or sorted(EXERCISES)
+        raise ValueError(f"there is no exercise {name!r}; near to it: {', '.join(near) or 'none at all'}")
+    hint = EXERCISES[name].hint
+    if _is_stub(answer):
+        return Verdict(name, "not solved yet", hint=hint)
+    try:
+        said = EXERCISES[name].judge(answer)
+    except Exception as error:
+        if _says_not_implemented(error):
+            return Verdict(name, "not solved yet", hint=hint)
+        return Verdict(name, "wrong", _what_raised(error, answer), hint)
+    if said is None or isinstance(said, Right):
+        return Verdict(name, "solved", said or "", hint)
+    return Verdict(name, "wrong", said, hint)
+
+
+# --- for judges ------------------------------------------------------------------------------------------------
+
+
+def equals(expected: Any) -> Judge:
+    """The answer is exactly `expected`: a number, a string, a tuple, a tensor, a list by rank, a dict of them."""
+    return close(expected, 0.0)
+
+
+def close(expected: Any, tolerance: float = 1e-9) -> Judge:
+    """The answer differs from `expected` by at most `tolerance` times the largest magnitude in it."""
+    return lambda answer: compare(answer, expected, tolerance)
+
+
+def on_calls(calls: Sequence[tuple[tuple, Any]], tolerance: float = 1e-9) -> Judge:
+    """The answer is a function; each of `calls` is (arguments, expected result)."""
+
+    def judge(answer):
+        if not callable(answer):
+            return f"this should be a function, and is {_kind(answer)}"
+        for args, expected in calls:
+            args = args if isinstance(args, tuple) else (args,)
+            said = compare(ask(answer, *args), expected, tolerance)
+            if not (said is None or isinstance(said, Right)):
+                return f"{getattr(answer, '__name__', 'f')}({', '.join(map(_short, args))}): {said}"
+        return Right(f"{len(calls)} of {len(calls)} calls right")
+
+    return judge
+
+
+def on_ranks(*args: Any, expected: Sequence, tolerance: float = 1e-9, timeout: float = 30.0) -> Judge:
+    """The answer is a function that runs on `len(expected)` ranks as `answer(*args)`; `expected` is its result by rank."""
+
+    def judge(answer):
+        from minititan.lab.launch import launch
+
+        if not callable(answer):
+            return f"this should be a function that runs on every rank, and is {_kind(answer)}"
+        results = launch(answer, *args, ranks=len(expected), device="cpu", timeout=timeout)
+        if all(_is_stub(r) for r in results):
+            raise NotSolvedYet
+        return compare(list(results), list(expected), tolerance)
+
+    return judge
+
+
+def ask(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Calls the answer; a function that returns nothing counts as a stub."""
+    result = function(*args, **kwargs)
+    if _is_stub(result):
+        raise NotSolvedYet
+    return result
+
+
+def compare(answer: Any, expected: Any, tolerance: float = 1e-9) -> str | None:
+    """A sentence on how `answer` differs from `expected`; `Right` when it does not."""
+    if isinstance(expected, str | bytes | bool) or expected is None:
+        same = type(answer) is type(expected) and answer == expected
+        return Right(f"it is {_short(expected)}") if same else f"got {_short(answer)}"
+    if isinstance(expected, Mapping):
+        return _compare_mappings(answer, expected, tolerance)
+    if isinstance(expected, list | tuple) and not _is_numeric(expected):
+        return _compare_sequences(answer, expected, tolerance)
+    return _compare_numbers(answer, expected, tolerance)
+
+
+def _compare_mappings(answer, expected, tolerance) -> str | None:
+    if not isinstance(answer, Mapping):
+        return f"this should be a dict, and is {_kind(answer)}"
+    missing, extra = [k for k in expected if k not in answer], [k for k in answer if k not in expected]
+    if missing or extra:
+        said = [f"missing: {', '.join(map(_short, missing))}"] if missing else []
+        return "; ".join(said + ([f"not asked for: {', '.join(map(_short, extra))}"] if extra else []))
+    for key in expected:
+        said = compare(answer[key], expected[key], tolerance)
+        if not (said is None or isinstance(said, Right)):
+            return f"{_short(key)}: {said}"
+    return Right(f"all {len(expected)} entries right")
+
+
+def _compare_sequences(answer, expected, tolerance) -> str | None:
+    if not isinstance(answer, list | tuple):
+        return f"this should be {_kind(expected)} of {len(expected)}, and is {_kind(answer)}"
+    if len(answer) != len(expected):
+        return f"this should have {len(expected)} entries, and has {len(answer)}"
+
+    def agrees(a, e):
+        said = compare(a, e, tolerance)
+        return said is None or isinstance(said, Right)
+
+    n = len(expected)
+    if all(agrees(a, e) for a, e in zip(answer, expected, strict=True)):
+        return Right(f"all {n} entries right")
+    for shift in (1, -1):
+        if n > 2 and all(agrees(answer[i], expected[(i + shift) % n]) for i in range(n)):
+            return f"shifted by one: entry 0 holds what belongs to entry {shift % n} (off by a rank?)"
+    i = next(i for i in range(n) if not agrees(answer[i], expected[i]))
+    return f"entry {i}: {compare(answer[i], expected[i], tolerance)}"
+
+
+def _compare_numbers(answer, expected, tolerance) -> str | None:
+    scalar = isinstance(expected, int | float)
+    want = _as_tensor(expected)
+    if isinstance(answer, str) or (got := _as_tensor(answer)) is None:
+        return f"this should be {_kind(expected)}, and is {_kind(answer)}"
+    if got.shape != want.shape:
+        if got.dim() == 2 and got.T.shape == want.shape and _error(got.T, want) <= tolerance:
+            return f"transposed: the shape is {tuple(got.shape)}, expected {tuple(want.shape)}"
+        return f"the shape is {_shape(got)}, expected {_shape(want)}"
+    error = _error(got, want)
+    if error <= tolerance:
+        if scalar:
+            return Right(f"it is {_short(expected)}")
+        return Right("exactly" if error == 0 else f"largest relative error {error:.1e}")
+    if got.isnan().any():
+        return f"{int(got.isnan().sum())} of {got.numel()} values are nan" if not scalar else "it is nan"
+    slack = max(tolerance, 1e-6)
+    if got.dim() == 2 and got.shape[0] == got.shape[1] and _error(got.T, want) <= slack:
+        return "transposed"
+    if not got.any():
+        return "all zero" if not scalar else "it is zero"
+    if (factor := _factor(got, want, slack)) is not None:
+        return factor
+    if got.dim() == 1 and len(got) > 2:
+        for shift in (1, -1):
+            if _error(got, want.roll(-shift)) <= slack:
+                return (
+                    f"shifted by one: entry 0 holds what belongs to entry {shift % len(got)} (off by a rank?)"
+                )
+    if got.numel() > 1 and _error(got.flatten().sort().values, want.flatten().sort().values) <= slack:
+        return "the right values in another order"
+    difference = (got - want).abs()
+    if scalar or difference.numel() == 1:
+        off = (got - want).item()
+        by_one = abs(abs(off) - 1) < 1e-12 and want.item() == round(want.item())
+        return (
+            f"off by one: got {_short(answer)}"
+            if by_one
+            else f"too {'large' if off > 0 else 'small'}: got {_short(answer)}"
+        )
+    place = _index(int(difference.argmax()), got.shape)
+    wrong = int((difference > tolerance * want.abs().max()).sum())
+    return (
+        f"{wrong} of {got.numel()} values differ, most at {_short(place if len(place) > 1 else place[0])}: "
+        f"got {got[place].item():.6g}, expected {want[place].item():.6g}"
+    )
+
+
+def _factor(got: Tensor, want: Tensor, slack: float) -> str | None:
+    """Says it when all of the answer is one factor away from what is expected."""
+    if not want.any():
+        return None
+    ratio = ((got * want).sum() / (want * want).sum()).item()
+    if ratio == 0 or _error(got, ratio * want) > slack * abs(ratio):
+        return None
+    if abs(ratio + 1) < slack:
+        return "the sign is wrong"
+    sign = "and of the wrong sign" if ratio < 0 else ""
+    times = abs(ratio) if abs(ratio) > 1 else 1 / abs(ratio)
+    whole = round(times)
+    if abs(times - whole) > 1e-6 * times and got.numel() == 1:
+        return None  # a single number is always some factor away: only a whole one says something
+    times = str(whole) if abs(times - whole) <= 1e-6 * times else f"{times:.4g}"
+    which = "large" if abs(ratio) > 1 else "small"
+    why = (
+        "a sum where a mean is wanted?"
+        if which == "large"
+        else "divided once too often, or one part of a sum?"
+    )
+    return f"{times} times too {which} {sign}".rstrip() + (f" ({why})" if got.numel() > 1 else "")
+
+
+# --- small things ----------------------------------------------------------------------------------------------
+
+
+def _is_stub(answer: Any) -> bool:
+    return answer is None or answer is ... or answer is NotImplemented or answer is NotImplementedError
+
+
+def _says_not_implemented(error: BaseException) -> bool:
+    inner = getattr(error, "exception", None)  # a RankError carries the rank's own
+    return isinstance(error, NotSolvedYet | NotImplementedError) or (
+        isinstance(inner, NotSolvedYet | NotImplementedError)
+        or "NotImplementedError" in str(error).split("\n")[0]
+    )
+
+
+def _what_raised(error: Exception, answer: Any) -> str:
+    code = getattr(answer, "__code__", None)
+    frames = traceback.extract_tb(error.__traceback__)
+    line = next((f.lineno for f in reversed(frames) if code and f.filename == code.co_filename), None)
+    place = f" in line {line - code.co_firstlineno + 1} of your function" if line else ""
+    return f"{type(error).__name__}{place}: {error}"
+
+
+def _is_numeric(value: Any) -> bool:
+    return _as_tensor(value) is not None
+
+
+def _as_tensor(value: Any) -> Tensor | None:
+    """float64 of a number, a tensor, an array or a nested list of numbers; else None."""
+    try:
+        if isinstance(value, Tensor):
+            return value.detach().to("cpu", torch.float64)
+        if isinstance(value, list | tuple) and any(isinstance(v, Tensor) for v in value):
+            return None
+        return torch.as_tensor(value, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+
+def _error(got: Tensor, want: Tensor) -> float:
+    if got.numel() == 0:
+        return 0.0
+    error = ((got - want).abs().max() / want.abs().max().clamp_min(1e-300)).item()
+    return math.inf if math.isnan(error) else error if want.any() else got.abs().max().item()
+
+
+def _index(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), tuple(shape)))
+
+
+def _shape(t: Tensor) -> str:
+    return str(tuple(t.shape)) if t.dim() else "that of a single number"
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if callable(value):
+        return "a function"
+    name = {int: "number", float: "number", str: "text"}.get(type(value), type(value).__name__)
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+def _short(value: Any) -> str:
+    text = f"{value:.6g}" if isinstance(value, float) else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+# === 00 ranks and collectives ==================================================================================
+
+# === 01 mesh and DTensor =======================================================================================
+
+# === 02 meta init ==============================================================================================
+
+# === 04 FSDP2 ==================================================================================================
+
+# === 06 tensor parallel ========================================================================================

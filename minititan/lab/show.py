@@ -1,0 +1,109 @@
+"""Show the package's own code in a notebook, so that no notebook keeps a copy of it.
+
+    show.source(apply_fsdp)                     # highlighted in Jupyter, plain text elsewhere
+    show.source(Block, Block.forward, docstring=False)
+
+The colours are mid-tones on no background: they read on a light page and on a dark one.
+"""
+
+import ast
+import html
+import inspect
+import sys
+import textwrap
+from dataclasses import dataclass
+
+from pygments.lexers import PythonLexer
+from pygments.token import Comment, Keyword, Name, Number, Operator, String
+
+# Each has a contrast of at least 4:1 on white and on #111111.
+_COLOURS = {
+    Keyword: "#a65fc0",
+    Operator.Word: "#a65fc0",
+    String: "#4e8a3a",
+    Comment: "#7f7f7f",
+    Number: "#b8702a",
+    Name.Function: "#3a80c9",
+    Name.Class: "#3a80c9",
+    Name.Decorator: "#b8702a",
+}
+_PRE = "margin:0;padding:.4em .8em;border-left:3px solid #7f7f7f;line-height:1.35;overflow-x:auto;white-space:pre"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Pieces of code, each with the title it is shown under."""
+
+    pieces: tuple[tuple[str, str], ...]
+
+    def __repr__(self) -> str:
+        return "\n\n".join(f"# {title}\n{code}" for title, code in self.pieces)
+
+    def _repr_html_(self) -> str:
+        return "\n".join(
+            f'<div style="margin:.3em 0"><b>{html.escape(title)}</b><pre style="{_PRE}">{_highlight(code)}</pre></div>'
+            for title, code in self.pieces
+        )
+
+
+def source(*objects, docstring: bool = True) -> Source:
+    """The code of functions, classes, methods or modules, as they stand in their files.
+
+    docstring=False leaves out their docstrings (in a class also its methods'), where the text has just said the same.
+    ValueError when an object has no Python source, such as one from C++.
+    """
+    if not objects:
+        raise ValueError("source() needs at least one function, class or module to show")
+    return Source(tuple((_title(o), _code(o, docstring)) for o in objects))
+
+
+def _unwrapped(thing):
+    thing = thing.fget if isinstance(thing, property) else thing
+    return inspect.unwrap(thing) if callable(thing) else thing
+
+
+def _title(thing) -> str:
+    thing = _unwrapped(thing)
+    module = thing if inspect.ismodule(thing) else sys.modules.get(getattr(thing, "__module__", ""))
+    place = getattr(module, "__name__", "")
+    path = "this notebook" if place in ("__main__", "") else place.replace(".", "/") + ".py"
+    return path if inspect.ismodule(thing) else f"{path} · {thing.__qualname__.replace('<locals>.', '')}"
+
+
+def _code(thing, docstring: bool) -> str:
+    try:
+        code = textwrap.dedent(inspect.getsource(_unwrapped(thing))).rstrip()
+    except (TypeError, OSError) as error:
+        raise ValueError(f"{thing!r} has no Python source to show ({error})") from None
+    return code if docstring else _without_docstrings(code)
+
+
+def _without_docstrings(code: str) -> str:
+    lines = code.splitlines()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module) and node.body:
+            first = node.body[0]
+            if isinstance(first, ast.Expr) and isinstance(getattr(first.value, "value", None), str):
+                rest = lines[first.end_lineno - 1].encode()[first.end_col_offset :].decode()
+                end = first.end_lineno
+                while len(node.body) > 1 and not rest and end < len(lines) and not lines[end].strip():
+                    end += 1  # the blank lines that set it apart
+                keep = " " * first.col_offset + "..." if len(node.body) == 1 else None
+                lines[first.lineno - 1 : end] = [keep] + [None] * (end - first.lineno)
+    return "\n".join(line for line in lines if line is not None).strip("\n")
+
+
+def _highlight(code: str) -> str:
+    out, colour, run = [], None, ""
+    for token, text in [*PythonLexer(stripnl=False, ensurenl=False).get_tokens(code), (None, "")]:
+        new = next((c for kind, c in _COLOURS.items() if token and token in kind), None)
+        if (new == colour or not text.strip()) and token is not None:
+            run += text  # neighbours of one colour, and blanks, share a tag
+            continue
+        out.append(
+            f'<span style="color:{colour}">{html.escape(run, quote=False)}</span>'
+            if colour
+            else html.escape(run)
+        )
+        colour, run = new, text
+    return "".join(out)
