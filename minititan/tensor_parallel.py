@@ -1,0 +1,456 @@
+"""Tensor parallelism: one matrix, many ranks.
+
+A layer that no longer fits, or no longer finishes in time, on one device is cut inside its matrices. Megatron's
+observation is that a transformer block needs one pattern only, twice: a matrix cut by its output features (column
+parallel), then a matrix cut by its input features (row parallel). Between the two, everything acts on each feature
+or each head alone, so nothing travels.
+
+              f       column parallel     nothing travels     row parallel       g
+              │        w1_fD, w3_fD      h = silu(w1 x)·w3 x     w2_Df           │
+    rank 0  x ┼──▶ rows [0, f)      ──▶ features [0, f)  ──▶ columns [0, f)  ─ y0 ┼─▶ y0 + y1
+    rank 1  x ┼──▶ rows [f, 2f)     ──▶ features [f, 2f) ──▶ columns [f, 2f) ─ y1 ┼─▶ y0 + y1
+              │                                                                  │
+     forward: identity                                               forward: all-reduce
+    backward: all-reduce                                            backward: identity
+
+f and g mirror each other. Forward, all ranks hold x and each y_r is one summand of the output: g adds them. Backward,
+all ranks hold dL/dy and each rank's dL/dx is one summand, for it saw only its own features: f adds them. Without f
+everything runs, but each gradient below this block is a summand that passes for the sum. Attention is the same pair
+with heads for features: wq, wk, wv by rows, wo by columns, a head never cut. Embedding and output are cut by
+vocabulary; the loss can then be taken without ever gathering the logits.
+
+Letters     B batch, T tokens, D model, H query heads, G key/value heads, K head dim, F feed-forward, V vocabulary, N = BT
+            lower case: this rank's part (f = F/n, v about V/n); n ranks, e bytes an element
+Traffic     4 all-reduces of B·T·D·e bytes a block: g of attention and of feed-forward, and both f. In a ring each rank
+            sends 2(n-1)/n of that; nothing hides it. Sequence parallelism makes each a reduce-scatter and an all-gather:
+            the same bytes. Once a model: one all-reduce each for the embedding and the output's f; B·T·V·e to gather
+            the logits, or three reductions of B·T numbers for a vocabulary-parallel loss.
+Memory      1/n of all matrices, their gradients and optimizer states, and of the activations between the pair; norms
+            and the B·T·D activations around them stay whole, or 1/n with sequence parallelism.
+Use it      inside one NVLink domain (n up to 8), when a block does not fit or the batch per rank would fall below 1.
+            n divides H, G and F. Each matmul gets n times thinner, so efficiency falls with n.
+Not here    copies of key/value heads for n > G, overlap (async_tensor_parallel), a second gather in backward in place
+            of the kept one (Megatron's saving for sequence parallelism), sequence parallelism by hand.
+References  Shoeybi et al. 2019, arXiv 1909.08053; Korthikanti et al. 2022, arXiv 2205.05198 (sequence parallelism)
+"""
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from copy import deepcopy
+from fnmatch import fnmatch
+from functools import partial
+from math import ceil, gcd
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, parallel
+
+Group = dist.ProcessGroup | None  # None: the default group
+Plan = Mapping[str, parallel.ParallelStyle]
+
+# ---------------------------------------------------------------------------------------------------- by hand
+
+
+def _all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    out = x.clone(memory_format=torch.contiguous_format)  # autograd may hand the same gradient to others
+    dist.all_reduce(out, op, group)
+    return out
+
+
+class _SumOverGroup(torch.autograd.Function):
+    """The sum over the group, of the tensor in forward (g) or of its gradient in backward (f)."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group, in_forward: bool) -> Tensor:
+        ctx.group, ctx.in_forward = group, in_forward
+        return _all_reduce(x, group) if in_forward else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad if ctx.in_forward else _all_reduce(grad, ctx.group), None, None
+
+
+def copy_to_tp(x: Tensor, group: Group = None) -> Tensor:
+    """Megatron's f: x itself forward, the sum of its gradients over the group backward."""
+    return _SumOverGroup.apply(x, group, False)
+
+
+def reduce_from_tp(x: Tensor, group: Group = None) -> Tensor:
+    """Megatron's g: the sum of x over the group forward, the gradient itself backward."""
+    return _SumOverGroup.apply(x, group, True)
+
+
+def column_linear_by_hand(x_BTD: Tensor, weight_fD: Tensor, group: Group = None) -> Tensor:
+    """x, whole on every rank -> this rank's output features [B, T, f]."""
+    return F.linear(copy_to_tp(x_BTD, group), weight_fD)
+
+
+def row_linear_by_hand(x_BTf: Tensor, weight_Df: Tensor, group: Group = None) -> Tensor:
+    """This rank's input features -> the whole output [B, T, D]. (A bias would be added after the sum, once.)"""
+    return reduce_from_tp(F.linear(x_BTf, weight_Df), group)
+
+
+def attention_by_hand(
+    x_BTD: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, wo: Tensor, head_dim: int, group: Group = None
+) -> Tensor:
+    """Causal grouped-query attention, by heads -> [B, T, D], whole. Takes whole weights, uses this rank's part.
+
+    One f for three matrices: autograd adds their input gradients, then they are reduced once.
+    """
+    n, rank = dist.get_world_size(group), dist.get_rank(group)
+    x_BTD = copy_to_tp(x_BTD, group)
+    q_BhTK, k_BgTK, v_BgTK = (
+        F.linear(x_BTD, w.chunk(n, 0)[rank]).unflatten(-1, (-1, head_dim)).transpose(1, 2)
+        for w in (wq, wk, wv)
+    )
+    out_BhTK = F.scaled_dot_product_attention(q_BhTK, k_BgTK, v_BgTK, is_causal=True, enable_gqa=True)
+    return row_linear_by_hand(out_BhTK.transpose(1, 2).flatten(-2), wo.chunk(n, 1)[rank], group)
+
+
+def _vocab_start(vocab_size: int, n_rows: int, group: Group) -> int:
+    """First row of this rank when V rows are cut as torch.chunk and DTensor do it: ceil(V/n) each, the last fewer."""
+    n, rank = dist.get_world_size(group), dist.get_rank(group)
+    start, end = (min(r * ceil(vocab_size / n), vocab_size) for r in (rank, rank + 1))
+    if n_rows != end - start:
+        problem = f"rank {rank} of {n} holds {n_rows} of {vocab_size} vocabulary rows, but its part [{start}, {end})"
+        raise ValueError(f"{problem} has {end - start}: cut the weight with torch.chunk({n}, dim=0)")
+    return start
+
+
+def vocab_parallel_embedding_by_hand(
+    tokens_BT: Tensor, weight_vD: Tensor, vocab_size: int, group: Group = None
+) -> Tensor:
+    """-> [B, T, D]: each rank looks up the tokens whose rows it holds and gives 0 for the others; g adds."""
+    if ((tokens_BT < 0) | (tokens_BT >= vocab_size)).any():  # no rank would own it, all would add 0
+        raise ValueError(f"a token is outside [0, {vocab_size}): they span {tokens_BT.aminmax()}")
+    index_BT = tokens_BT - _vocab_start(vocab_size, len(weight_vD), group)
+    mine_BT = (index_BT >= 0) & (index_BT < len(weight_vD))
+    return reduce_from_tp(F.embedding(index_BT * mine_BT, weight_vD) * mine_BT[..., None], group)
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits_Nv: Tensor, index_N: Tensor, group: Group) -> Tensor:
+        z_Nv = logits_Nv.to(torch.promote_types(logits_Nv.dtype, torch.float32))
+        peak_N1 = _all_reduce(z_Nv.amax(1, keepdim=True), group, dist.ReduceOp.MAX)
+        z_Nv = z_Nv - peak_N1  # so that exp cannot overflow
+        mine_N = (index_N >= 0) & (index_N < z_Nv.shape[1])
+        index_N1 = (index_N * mine_N)[:, None]
+        target_N = _all_reduce(
+            z_Nv.gather(1, index_N1)[:, 0] * mine_N, group
+        )  # one rank holds it, the others add 0
+        exp_Nv = z_Nv.exp_()
+        sum_N = _all_reduce(exp_Nv.sum(1), group)
+        ctx.save_for_backward(exp_Nv.div_(sum_N[:, None]), index_N1, mine_N)
+        ctx.dtype = logits_Nv.dtype
+        return sum_N.log() - target_N
+
+    @staticmethod
+    def backward(ctx, grad_N: Tensor):  # grad * (softmax - one_hot), and nothing travels
+        softmax_Nv, index_N1, mine_N = ctx.saved_tensors
+        grad_Nv = (softmax_Nv * grad_N[:, None]).scatter_add_(1, index_N1, -(grad_N * mine_N)[:, None])
+        return grad_Nv.to(ctx.dtype), None, None
+
+
+def vocab_parallel_cross_entropy_by_hand(
+    logits_BTv: Tensor,
+    targets_BT: Tensor,
+    vocab_size: int,
+    group: Group = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+) -> Tensor:
+    """Cross entropy in nats of logits cut by vocabulary, in float32 or better; no rank ever holds a whole row of logits.
+
+    Three reductions of B·T numbers forward, none backward. reduction: "mean" over the targets other than ignore_index,
+    or "sum". ValueError for a target outside the vocabulary (checking waits for the device once).
+    """
+    keep_BT = targets_BT != ignore_index
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction {reduction!r} is neither 'mean' nor 'sum'")
+    if (keep_BT & ((targets_BT < 0) | (targets_BT >= vocab_size))).any():
+        raise ValueError(f"a target is outside [0, {vocab_size}) and not ignore_index {ignore_index}")
+    index_BT = targets_BT - _vocab_start(vocab_size, logits_BTv.shape[-1], group)
+    loss_N = _VocabParallelCrossEntropy.apply(logits_BTv.flatten(0, -2), index_BT.flatten(), group)
+    total = torch.where(keep_BT.flatten(), loss_N, 0).sum()
+    return total if reduction == "sum" else total / keep_BT.sum()
+
+
+def cut_dim(name: str) -> int | None:
+    """The dim of a Llama's weight [out, in] that is cut: 0 column parallel or vocabulary, 1 row parallel, None: whole."""
+    dims = {"tok_embeddings": 0, "wq": 0, "wk": 0, "wv": 0, "wo": 1, "w1": 0, "w3": 0, "w2": 1, "output": 0}
+    return dims.get(name.removesuffix(".weight").rpartition(".")[2])
+
+
+def apply_tensor_parallel_by_hand(model: nn.Module, group: Group = None) -> nn.Module:
+    """Megatron on a Llama with Meta's names, in place: plain parts for weights, f and g as hooks, and that is all.
+
+    Every rank holds the same model before. Its logits come out cut by vocabulary, for the cross entropy above.
+    """
+    n, rank = dist.get_world_size(group), dist.get_rank(group)
+    check_tensor_parallel(n, **_sizes(model))
+    parts: dict[nn.Parameter, nn.Parameter] = {}  # a tied weight is cut once
+    for path, module in model.named_modules():
+        kind = path.rpartition(".")[2]
+        if (dim := cut_dim(kind)) is not None:
+            vocab_size, weight = len(module.weight), module.weight
+            part = nn.Parameter(weight.detach().chunk(n, dim)[rank].clone())
+            module.weight = parts.setdefault(weight, part)
+        if kind in ("attention", "feed_forward", "output"):
+            module.register_forward_pre_hook(lambda _, args: (copy_to_tp(args[0], group), *args[1:]))
+        elif kind in ("wo", "w2"):
+            module.register_forward_hook(lambda _, args, out: reduce_from_tp(out, group))
+        elif kind == "tok_embeddings":
+            embed = partial(vocab_parallel_embedding_by_hand, vocab_size=vocab_size, group=group)
+            module.forward = lambda tokens_BT, m=module, embed=embed: embed(tokens_BT, m.weight)
+    return model
+
+
+# ----------------------------------------------------------------------------------------------------- native
+
+_META_NAMES = {  # transformers' name of a module -> Meta's (a constant)
+    **{
+        "embed_tokens": "tok_embeddings",
+        "self_attn": "attention",
+        "mlp": "feed_forward",
+        "lm_head": "output",
+    },
+    **{"q_proj": "wq", "k_proj": "wk", "v_proj": "wv", "o_proj": "wo"},
+    **{"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+    **{"input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm"},
+}
+
+
+def check_tensor_parallel(tp: int, *, vocab_size: int | None = None, **divided: int | None) -> None:
+    """ValueError, with all numbers and the remedy, if a model cannot be cut over tp ranks. Pure: call it before a start.
+
+    divided: what tp must divide, by name: n_heads, n_kv_heads, ffn_dim, and seq_len for sequence parallelism (None: not
+    checked). A vocabulary is cut unevenly, and exactly, as long as each rank gets a row.
+    """
+    if type(tp) is not int or tp < 1:
+        raise ValueError(f"the tensor parallel degree must be a whole number of at least 1, got {tp!r}")
+    divided = {name: size for name, size in divided.items() if size is not None}
+    wrong = [f"{name} {size} is no multiple of it" for name, size in divided.items() if size % tp]
+
+    def each_has_a_row(n: int) -> bool:
+        return vocab_size is None or ceil(vocab_size / n) * (n - 1) < vocab_size
+
+    if not each_has_a_row(tp):
+        wrong.append(f"vocab_size {vocab_size} leaves the last rank without a row")
+    if wrong:
+        common = gcd(*divided.values()) or tp
+        legal = [n for n in range(1, common + 1) if common % n == 0 and each_has_a_row(n)]
+        raise ValueError(
+            f"tensor parallel degree {tp}: {', '.join(wrong)}; take tp from {legal} for {divided}"
+        )
+
+
+def _sizes(model: nn.Module) -> dict[str, int]:
+    """The arguments of check_tensor_parallel, from the modules that are there."""
+    heads, rows = {"wq": "n_heads", "wk": "n_kv_heads"}, {"w1": "ffn_dim"}
+    rows |= {"tok_embeddings": "vocab_size", "output": "vocab_size"}
+    sizes = {}
+    for path, module in model.named_modules():
+        parent, _, leaf = path.rpartition(".")
+        if (name := _META_NAMES.get(leaf, leaf)) in heads:
+            sizes[heads[name]] = len(module.weight) // model.get_submodule(parent).head_dim
+        elif name in rows:
+            sizes[rows[name]] = len(module.weight)
+    return sizes
+
+
+def _plan(x: Placement, loss_parallel: bool) -> dict[str, parallel.ParallelStyle]:
+    """By Meta's names; x is how x_BTD lies between the blocks: Replicate(), or Shard(1) for sequence parallelism."""
+    whole = Replicate()
+    logits = {"output_layouts": Shard(-1) if loss_parallel else whole, "use_local_output": not loss_parallel}
+    plan: dict[str, parallel.ParallelStyle] = {
+        "tok_embeddings": parallel.RowwiseParallel(input_layouts=whole, output_layouts=x),
+        # One DTensor that two or three linears share: one gather forward and one reduction backward in place of each's.
+        "layers.*.attention": parallel.PrepareModuleInput(
+            input_layouts=(x, None, None), desired_input_layouts=(whole, None, None)
+        ),
+        "layers.*.feed_forward": parallel.PrepareModuleInput(input_layouts=x, desired_input_layouts=whole),
+        **{f"layers.*.attention.{w}": parallel.ColwiseParallel() for w in ("wq", "wk", "wv")},
+        "layers.*.attention.wo": parallel.RowwiseParallel(output_layouts=x),
+        **{f"layers.*.feed_forward.{w}": parallel.ColwiseParallel() for w in ("w1", "w3")},
+        "layers.*.feed_forward.w2": parallel.RowwiseParallel(output_layouts=x),
+        "output": parallel.ColwiseParallel(input_layouts=x, **logits),
+    }
+    if x != whole:
+        norms = ("layers.*.attention_norm", "layers.*.ffn_norm", "norm")
+        plan |= {norm: parallel.SequenceParallel() for norm in norms}
+    return plan
+
+
+def _present(plan: Plan, model: nn.Module) -> Plan:  # a pipeline stage may have no embedding or output
+    names = [name for name, _ in model.named_modules()]
+    return {key: style for key, style in plan.items() if any(fnmatch(name, key) for name in names)}
+
+
+def llama_plan(model: nn.Module, sequence_parallel: bool = False, loss_parallel: bool = False) -> Plan:
+    """What each module of a Llama with Meta's names does, as far as `model` has it: for parallelize_module."""
+    return _present(_plan(Shard(1) if sequence_parallel else Replicate(), loss_parallel), model)
+
+
+def hf_llama_plan(model: nn.Module, sequence_parallel: bool = False, loss_parallel: bool = False) -> Plan:
+    """The same for transformers' LlamaForCausalLM or LlamaModel."""
+    x, whole = Shard(1) if sequence_parallel else Replicate(), Replicate()
+    plan = _plan(x, loss_parallel) | {
+        "layers.*.attention": parallel.PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": x}, desired_input_kwarg_layouts={"hidden_states": whole}
+        )
+    }
+    if (
+        sequence_parallel
+    ):  # transformers counts positions on the embedding's output, and slices the last norm's
+        first = parallel.PrepareModuleInput(
+            input_layouts=whole, desired_input_layouts=x, use_local_output=True
+        )
+        plan |= {"tok_embeddings": parallel.RowwiseParallel(input_layouts=whole), "layers.0": first}
+        plan |= {"norm": parallel.SequenceParallel(use_local_output=True)}
+    hf_names = {meta: hf for hf, meta in _META_NAMES.items()}
+
+    def rename(key: str) -> str:
+        name = ".".join(hf_names.get(part, part) for part in key.split("."))
+        return name if name == "lm_head" or not hasattr(model, "model") else f"model.{name}"
+
+    return _present({rename(key): style for key, style in plan.items()}, model)
+
+
+def _check_sequence(n: int) -> Callable:
+    return lambda module, args: check_tensor_parallel(n, seq_len=args[0].shape[1])
+
+
+def apply_tensor_parallel(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: Plan | None = None,
+    sequence_parallel: bool = False,
+    loss_parallel: bool = False,
+) -> nn.Module:
+    """Cut `model` over the one-axis `mesh`, in place, and return it; parameters in the plan become DTensors.
+
+    Apply it before activation checkpointing, compile and FSDP, to a model that is on meta or the same on all ranks: each
+    keeps its part, nothing is sent. Tied parameters stay one. plan None: `llama_plan` or `hf_llama_plan`, whichever fits
+    the module names, after checking the sizes; sequences must then be divisible by n with sequence_parallel. Logits are
+    plain and whole, or with loss_parallel a DTensor cut by vocabulary: take F.cross_entropy and its backward within
+    `torch.distributed.tensor.parallel.loss_parallel()`.
+
+    ValueError: sizes that n does not divide, a mesh of several axes, unknown module names, DTensors already there.
+    """
+    if mesh.ndim != 1:
+        raise ValueError(f"tensor parallel takes one mesh axis, got {mesh}: pass mesh['tp']")
+    if any(isinstance(p, DTensor) for p in model.parameters()):
+        raise ValueError("the model holds DTensors already: apply tensor parallel once, and before FSDP")
+    if plan is None:
+        names = {path.rpartition(".")[2] for path, _ in model.named_modules()}
+        if not names & {"wq", "q_proj"}:
+            raise ValueError(f"neither wq nor q_proj among the modules {sorted(names)}: pass a plan for them")
+        check_tensor_parallel(mesh.size(), **_sizes(model))
+        plan = (llama_plan if "wq" in names else hf_llama_plan)(model, sequence_parallel, loss_parallel)
+        for module in model.modules():
+            if sequence_parallel and isinstance(module, nn.Embedding):
+                module.register_forward_pre_hook(_check_sequence(mesh.size()))
+    elif sequence_parallel or loss_parallel:
+        raise ValueError(
+            "a plan decides on sequence_parallel and loss_parallel itself: pass them to llama_plan"
+        )
+    first: dict[nn.Parameter, str] = {}
+    names = [(name, first.setdefault(p, name)) for name, p in model.named_parameters(remove_duplicate=False)]
+    parallel.parallelize_module(model, mesh, dict(plan), src_data_rank=None)
+    for name, source in names:  # two names of one parameter have become two DTensors: tie them again
+        path, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(path), leaf, model.get_parameter(source))
+    return model
+
+
+# ------------------------------------------------------------------------------------------------------- demo
+
+
+class _Part(nn.Module):
+    """Modules by name and a function over them: enough of a Llama to prove the above on."""
+
+    def __init__(self, run: Callable, **modules: nn.Module):
+        super().__init__()
+        self.run = run
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, *args):
+        return self.run(self, *args)
+
+
+def _tiny_llama(V: int, D: int, K: int, kv_dim: int, ffn_dim: int) -> nn.Module:
+    norm, linear = partial(nn.RMSNorm, D, 1e-5), partial(nn.Linear, bias=False)
+
+    def attend(m, x, cos, sin):  # no positions in the demo
+        q, k, v = (w(x).unflatten(-1, (-1, K)).transpose(1, 2) for w in (m.wq, m.wk, m.wv))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return m.wo(out.transpose(1, 2).flatten(-2))
+
+    def block(m, x):
+        x = x + m.attention(m.attention_norm(x), None, None)
+        return x + m.feed_forward(m.ffn_norm(x))
+
+    attention = _Part(attend, wq=linear(D, D), wk=linear(D, kv_dim), wv=linear(D, kv_dim), wo=linear(D, D))
+    attention.head_dim = K
+    ffn = {"w1": linear(D, ffn_dim), "w3": linear(D, ffn_dim), "w2": linear(ffn_dim, D)}
+    feed_forward = _Part(lambda m, x: m.w2(F.silu(m.w1(x)) * m.w3(x)), **ffn)
+    inner = {"attention": attention, "feed_forward": feed_forward}
+    layers = nn.ModuleDict({"0": _Part(block, attention_norm=norm(), ffn_norm=norm(), **inner)})
+    ends = {"tok_embeddings": nn.Embedding(V, D), "norm": norm(), "output": linear(D, V)}
+    return _Part(lambda m, x: m.output(m.norm(m.layers["0"](m.tok_embeddings(x)))), layers=layers, **ends)
+
+
+def demo() -> None:
+    """Loss and all gradients in float64 against one process: by hand, native, with sequence and loss parallel."""
+    dist.init_process_group("gloo")
+    n, rank = dist.get_world_size(), dist.get_rank()
+    mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    V, K = 64 * n - 3, 4  # n does not divide the vocabulary
+    whole = _tiny_llama(V, D=4 * n * K, K=K, kv_dim=2 * n * K, ffn_dim=12 * n).double()
+    tokens_BT, targets_BT = torch.randint(V, (2, 2, 4 * n))
+    targets_BT[0, :3] = -100
+    truth = F.cross_entropy(whole(tokens_BT).flatten(0, 1), targets_BT.flatten())
+    truth.backward()
+    worst = torch.zeros((), dtype=torch.float64)
+
+    def compare(what: str, loss: Tensor, model: nn.Module) -> None:
+        errors = {"loss": ((loss - truth) / truth).abs()}
+        for (name, p), reference in zip(model.named_parameters(), whole.parameters(), strict=True):
+            grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+            expected = reference.grad
+            if grad.shape != expected.shape:  # by hand: a part
+                expected = expected.chunk(n, cut_dim(name))[rank]
+            errors[name] = (grad - expected).norm() / expected.norm()
+        error = torch.stack(list(errors.values())).max().detach()
+        dist.all_reduce(error, dist.ReduceOp.MAX)
+        worst.copy_(torch.maximum(worst, error))
+        if rank == 0:
+            print(f"{what:44} largest error of loss and {len(errors) - 1} gradients: {error:.1e}")
+
+    by_hand = apply_tensor_parallel_by_hand(deepcopy(whole))
+    loss = vocab_parallel_cross_entropy_by_hand(by_hand(tokens_BT), targets_BT, V)
+    loss.backward()
+    compare("by hand", loss, by_hand)
+    for sequence, vocabulary in ((False, False), (True, False), (False, True), (True, True)):
+        model = apply_tensor_parallel(deepcopy(whole), mesh, None, sequence, vocabulary)
+        with parallel.loss_parallel() if vocabulary else nullcontext():
+            loss = F.cross_entropy(model(tokens_BT).flatten(0, 1), targets_BT.flatten())
+            loss.backward()
+        loss = loss.full_tensor() if vocabulary else loss
+        compare("native" + ", sequence parallel" * sequence + ", loss parallel" * vocabulary, loss, model)
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0 if worst < 1e-10 else 1)  # a finished gloo process can abort in the interpreter's own exit
+
+
+if __name__ == "__main__":
+    demo()
