@@ -1,0 +1,31 @@
+"""Markers, and the promise that the tests leave no process behind."""
+
+import psutil
+import pytest
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "full: the whole parity matrix; runs with --full, as .ci/run does")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--full", action="store_true", help="also run the whole parity matrix (minutes)")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--full"):
+        for item in items:
+            if "full" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="the whole matrix runs with --full"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_process_left():
+    """After the last test, this process has no child but the launcher's fork server, and that has none."""
+    yield
+    from minititan.lab._start import ForkServer
+
+    server = ForkServer._current
+    expected = {server.process.pid} if server is not None else set()
+    left = [p for p in psutil.Process().children(recursive=True) if p.pid not in expected]
+    assert not left, f"processes left by the tests: {left}"
