@@ -40,14 +40,17 @@ def ranks_alive() -> list[psutil.Process]:
     return [p for p in psutil.Process().children(recursive=True) if p.pid != server]
 
 
-def running(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Those that still run; a zombie only waits for init to read its exit code."""
-    alive = []
-    for process in processes:
+def gone_within(seconds: float, processes: list[psutil.Process]) -> bool:
+    """Whether none of them runs any more; a zombie only waits for init to read its exit code."""
+
+    def runs(process):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if process.status() != psutil.STATUS_ZOMBIE:
-                alive.append(process)
-    return alive
+            return process.status() != psutil.STATUS_ZOMBIE
+
+    end = time.monotonic() + seconds
+    while any(map(runs, processes)) and time.monotonic() < end:
+        time.sleep(0.02)
+    return not any(map(runs, processes))
 
 
 @pytest.fixture(autouse=True)
@@ -460,19 +463,15 @@ def test_a_killed_kernel_leaves_nothing():
         kernel.kill()
         kernel.wait()
         kernel.stdout.close()
-        end = time.monotonic() + 1
-        while running(below) and time.monotonic() < end:
-            time.sleep(0.02)
-        assert not running(below)
+        assert gone_within(1, below)
 
 
 def test_what_a_rank_started_ends_with_it():
     def start():
-        child = subprocess.Popen(["sleep", "100"])
-        return child.pid
+        return os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "100")
 
     (pid,) = launch(start, ranks=1)
-    assert not psutil.pid_exists(pid) or not running([psutil.Process(pid)])
+    assert not psutil.pid_exists(pid) or gone_within(1, [psutil.Process(pid)])
 
 
 def test_a_delivered_result_counts_even_when_the_rank_then_aborts():
@@ -516,7 +515,7 @@ def test_unpicklable_arguments_and_closures_are_named():
 
     with pytest.raises(ValueError, match=r"argument 1 of .*take, cannot be sent to the ranks \(a lock\)"):
         launch(take, 1, lock)
-    with pytest.raises(ValueError, match="'lock', which .*use uses, cannot be sent"):
+    with pytest.raises(ValueError, match=r"'lock', which .*use uses, cannot be sent"):
         launch(use)
 
 
