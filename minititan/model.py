@@ -1,46 +1,42 @@
-"""Llama 3: the model that every technique in this package shards, splits, checkpoints or compiles.
+"""Llama 3: the model that every other file of this package shards, splits, checkpoints or compiles.
 
-A token becomes a vector of D numbers; n_layers blocks each add two corrections to it (attention looks at
-earlier tokens, the feed-forward looks at the token itself); a last norm and one matrix turn it into V logits.
+A token becomes a vector of D numbers. Each of n_layers blocks adds two corrections to it: attention looks at the
+earlier tokens, the feed-forward at the token itself. A last norm and one matrix make V logits of it.
 
-    tokens_BT ─ tok_embeddings ─ x_BTD ─┬──────────────────(+)─┬───────────────────(+)─ … ─ norm ─ output ─ logits_BTV
-                                        └ attention_norm        └ ffn_norm          |
-                                            wq wk wv → rope       w1 (gate)  w3 (up)|
-                                            → inner → wo          silu(w1 x)·w3 x → w2
+    tokens_BT → tok_embeddings → x_BTD → block 0 → block 1 → … → norm → output → logits_BTV
 
-    block:  x = x + wo(attention(norm(x)));   x = x + w2(silu(w1 norm(x)) · w3 norm(x))
+    block   x ─┬─ attention_norm → wq wk wv → RoPE → inner → wo ─ + ─┬─ ffn_norm → w2(silu(w1 ·) * w3 ·) ─ + ─ x
+               └─────────────────────────────────────────────────┘   └─────────────────────────────────────┘
 
 Parameters, with H query heads, G key/value heads of K = D/H numbers and a feed-forward of F:
 
-    per layer   2·D·D + 2·D·G·K + 3·D·F + 2·D          (wq and wo; wk and wv; w1, w2 and w3; two norms)
-    ends        V·D (tied) or 2·V·D, and D             (tok_embeddings and output; norm)
+    a layer   2·D·D + 2·D·G·K + 3·D·F + 2·D      wq and wo; wk and wv; w1, w2 and w3; two norms
+    the ends  2·V·D + D, or V·D + D when tied    tok_embeddings and output; the last norm
 
-which is 8,030,261,248 for the 8B model, to the unit. A token costs about 6 flops a parameter forward and
-backward, plus 6·n_layers·D·T for causal attention over T tokens.
+which gives 8,030,261,248 for the 8B model, the published count to the unit. A token costs, forward and backward, about
+6 flops a parameter outside tok_embeddings and 6·n_layers·D·T for causal attention over T tokens.
 
-Five seams make the file shardable without a change to it:
+Five seams let the file be sharded without a change to it:
 
-1. `layers` is a ModuleDict under the layers' own numbers, and both ends are optional. A pipeline stage is the
-   same class with fewer layers; its parameters keep the names, hence the initial values, of the whole.
-2. Heads are counted by the tensor (`unflatten(-1, (-1, head_dim))`), never by the config: under tensor parallel
-   wq's local output holds H/tp heads and the same line is right.
-3. `attention.inner(q, k, v)` is a module of its own; context parallel replaces it by a ring.
-4. Positions are an argument, so a rank that holds tokens 4096..8191, or every other chunk, rotates by the true ones.
-   cos and sin are computed from them in each forward: the model has no buffer that could be left on meta.
-5. `init_parameter(name, tensor, generator)` fills one parameter by its name, apart from construction.
+1. `layers` is a ModuleDict under the layers' own numbers, and both ends are optional. A pipeline stage is the same
+   class with fewer layers; its parameters keep the names, hence the initial values, of the whole.
+2. Heads are counted by the tensor (`unflatten(-1, (-1, head_dim))`), never by the config: under tensor parallel the
+   local output of wq holds H/tp heads and the same line is right.
+3. `attention.inner(q, k, v)` is a module of its own, which context parallel replaces by a ring.
+4. Positions are an argument, so a rank that holds tokens 4096 to 8191 rotates by the true ones. cos and sin are
+   computed from them in every forward: there is no buffer that could be left on meta.
+5. `init_parameter(name, tensor, generator)` fills one whole parameter by its name, apart from construction.
 
-Left out: dropout and biases (Llama has none), key/value caches (this trains), document masks.
+Left out: dropout and biases (Llama has none), key/value caches (this trains), masks between documents.
 
-References: Llama 3 (arXiv 2407.21783), RoPE (2104.09864), GQA (2305.13245), SwiGLU (2002.05202), RMSNorm
-(1910.07467). The half-split RoPE and the parameter shapes are those of `transformers`' LlamaForCausalLM, so
-weights cross over by renaming alone.
+References: Llama 3 (arXiv 2407.21783), RoPE (2104.09864), GQA (2305.13245), SwiGLU (2002.05202), RMSNorm (1910.07467).
+RoPE pairs number i of a head with number i + K/2, as `transformers` does: weights cross over by renaming alone.
 
-Shape suffixes: B batch, T tokens, D model dim, V vocabulary, H query heads, G key/value heads, K head dim, F ffn dim.
+Shape suffixes: B batch, T tokens, D model dim, V vocabulary, H query heads, G key/value heads, K head dim.
 """
 
 import math
 import os
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -51,8 +47,11 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of a Llama. `rope_scaling` is the factor by which Llama 3.1 and later stretch the slow rotations beyond
-    8,192 tokens (8 for 3.1, 32 for 3.2; 1: not at all). Raises ValueError for sizes that do not fit together."""
+    """Sizes of a Llama. Raises ValueError when they do not fit together.
+
+    rope_scaling: by how much Llama 3.1 and later slow the slow rotations, for contexts beyond 8,192 tokens (8 in 3.1,
+    32 in 3.2, 1 for not at all); it changes the logits at every length.
+    """
 
     vocab_size: int
     dim: int
@@ -71,21 +70,16 @@ class ModelConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
-        if self.dim % self.n_heads:
+        if self.dim % self.n_heads or self.head_dim % 2:
             raise ValueError(
-                f"dim {self.dim} does not divide into n_heads {self.n_heads} (remainder {self.dim % self.n_heads}): "
-                f"take dim {self.dim - self.dim % self.n_heads or self.n_heads} or another number of heads"
+                f"dim {self.dim} over n_heads {self.n_heads} gives a head_dim of {self.dim / self.n_heads:g}; it must be "
+                f"whole and even (RoPE rotates pairs): take a dim that is a multiple of {2 * self.n_heads}"
             )
         if self.n_heads % self.n_kv_heads:
+            served = [g for g in range(1, self.n_heads + 1) if self.n_heads % g == 0]
             raise ValueError(
-                f"n_heads {self.n_heads} is no multiple of n_kv_heads {self.n_kv_heads}: each key/value head must "
-                f"serve the same number of query heads; take n_kv_heads from "
-                f"{[g for g in range(1, self.n_heads + 1) if self.n_heads % g == 0]}"
-            )
-        if self.head_dim % 2:
-            raise ValueError(
-                f"dim {self.dim} / n_heads {self.n_heads} gives the odd head_dim {self.head_dim}: RoPE rotates pairs, "
-                f"so the head_dim must be even"
+                f"n_heads {self.n_heads} is no multiple of n_kv_heads {self.n_kv_heads}: each key/value head serves as "
+                f"many query heads as the next; take n_kv_heads from {served}"
             )
         for name in ("norm_eps", "rope_theta", "rope_scaling"):
             if not getattr(self, name) > 0:
@@ -96,14 +90,13 @@ class ModelConfig:
         return self.dim // self.n_heads
 
 
+# vocab_size, dim, n_layers, n_heads, n_kv_heads, ffn_dim
 PRESETS: dict[str, ModelConfig] = {
-    "debug": ModelConfig(256, dim=64, n_layers=4, n_heads=8, n_kv_heads=4, ffn_dim=176),
-    "llama3-1b": ModelConfig(
-        128_256, 2048, 16, 32, 8, 8192, max_seq_len=131_072, tied=True, rope_scaling=32.0
-    ),
+    "debug": ModelConfig(256, 64, 4, 8, 4, 176),
+    "llama3-1b": ModelConfig(128_256, 2048, 16, 32, 8, 8192, 131_072, tied=True, rope_scaling=32.0),
     "llama3-8b": ModelConfig(128_256, 4096, 32, 32, 8, 14_336),
     "llama3-70b": ModelConfig(128_256, 8192, 80, 64, 8, 28_672),
-    "llama3-405b": ModelConfig(128_256, 16_384, 126, 128, 8, 53_248, max_seq_len=131_072, rope_scaling=8.0),
+    "llama3-405b": ModelConfig(128_256, 16_384, 126, 128, 8, 53_248, 131_072, rope_scaling=8.0),
 }
 
 
@@ -112,8 +105,8 @@ def rotary_angles(positions_T: Tensor, config: ModelConfig) -> tuple[Tensor, Ten
     dims = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=positions_T.device)
     frequency = 1.0 / config.rope_theta ** (dims / config.head_dim)
     if config.rope_scaling != 1.0:
-        # Llama 3.1: a pair that turns at least 4 times within 8192 tokens keeps its speed, one that turns less than
-        # once is slowed by the whole factor, and those between by a blend of both.
+        # A pair that turns 4 times or more within 8192 tokens keeps its speed, one that turns less than once is slowed
+        # by the whole factor, and between the two the speeds blend (Llama 3.1).
         kept = ((8192 * frequency / (2 * math.pi) - 1) / 3).clamp(0, 1)
         frequency = frequency * (kept + (1 - kept) / config.rope_scaling)
     angle_TK = (positions_T.float()[:, None] * frequency).repeat(1, 2)
@@ -121,7 +114,7 @@ def rotary_angles(positions_T: Tensor, config: ModelConfig) -> tuple[Tensor, Ten
 
 
 def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
-    """Turns number i and number i + K/2 of every head as the pair (real, imaginary); at least in cos's precision."""
+    """Turns numbers i and i + K/2 of every head as a point (real, imaginary); computed in no less than cos's precision."""
     real, imaginary = x_BHTK.chunk(2, dim=-1)
     return (x_BHTK * cos_TK + torch.cat((-imaginary, real), dim=-1) * sin_TK).type_as(x_BHTK)
 
@@ -194,14 +187,14 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         numbers = list(range(config.n_layers) if layers is None else layers)
-        if len(set(numbers)) != len(numbers) or not set(numbers) <= set(range(config.n_layers)):
+        if len(set(numbers)) < len(numbers) or not set(numbers) <= set(range(config.n_layers)):
             raise ValueError(
-                f"layers {numbers} must be different numbers from 0 to {config.n_layers - 1} (n_layers {config.n_layers})"
+                f"layers {numbers} must be different numbers from 0 to {config.n_layers - 1} (n_layers)"
             )
         if config.tied and embedding != output:
             raise ValueError(
-                f"tied=True makes tok_embeddings and output one matrix, but this part has embedding={embedding} and "
-                f"output={output}: two stages would train two copies of it; take tied=False, or keep both ends together"
+                f"tied=True makes one matrix of tok_embeddings and output, but this part has embedding={embedding} and "
+                f"output={output}, so two parts would each train a copy: take tied=False, or keep both ends in one part"
             )
         self.config = config
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim) if embedding else None
@@ -218,10 +211,10 @@ class Transformer(nn.Module):
         sequence. Raises ValueError when T exceeds max_seq_len.
         """
         if positions_T is None:
-            n_tokens = tokens_BT_or_x_BTD.shape[1]
-            if n_tokens > self.config.max_seq_len:
+            n_tokens, longest = tokens_BT_or_x_BTD.shape[1], self.config.max_seq_len
+            if n_tokens > longest:
                 raise ValueError(
-                    f"a sequence of {n_tokens} tokens exceeds max_seq_len {self.config.max_seq_len}"
+                    f"{n_tokens} tokens exceed max_seq_len {longest}: cut the batch, or raise max_seq_len"
                 )
             positions_T = torch.arange(n_tokens, device=tokens_BT_or_x_BTD.device)
         cos_TK, sin_TK = rotary_angles(positions_T, self.config)
@@ -232,20 +225,24 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator | None = None) -> None:
-        """Fills `tensor`, the whole of the parameter `name`, in place.
+        """Fills `tensor`, the whole of parameter `name`, in place.
 
-        Norms 1; matrices normal with std 0.02, and those that write to the residual stream (wo, w2) smaller by
-        sqrt(2 n_layers), so that the stream's variance does not grow with depth (GPT-2)."""
+        Norms 1. Matrices normal with std 1/sqrt(inputs), which keeps the size of what passes through; wo and w2, which
+        add to the residual stream, smaller by sqrt(2 n_layers). The embedding std 1. The output, and with it a tied
+        embedding, std 0.02 or less, so that the first loss is close to log(vocab_size).
+        """
         kind = name.split(".")[-2]
-        if kind.endswith("norm"):
-            tensor.fill_(1.0)
-        else:
-            scale = (2 * self.config.n_layers) ** -0.5 if kind in ("wo", "w2") else 1.0
-            tensor.normal_(0.0, 0.02 * scale, generator=generator)
+        std = tensor.shape[-1] ** -0.5
+        if kind in ("wo", "w2"):
+            std /= (2 * self.config.n_layers) ** 0.5
+        elif kind == "tok_embeddings" and not self.config.tied:
+            std = 1.0
+        elif kind in ("output", "tok_embeddings"):
+            std = min(std, 0.02)
+        tensor.fill_(1.0) if kind.endswith("norm") else tensor.normal_(0.0, std, generator=generator)
 
     def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Fills every parameter of an unsharded model, one after the other. (For weights that do not depend on the
-        layout, draw each from a generator of its own name: `meta_init.materialize`.)"""
+        """Fills all parameters, one after the other. (`meta_init.materialize` makes them independent of the layout.)"""
         for name, parameter in self.named_parameters():
             self.init_parameter(name, parameter, generator)
 
@@ -256,10 +253,8 @@ def count_parameters(config: ModelConfig) -> int:
         return sum(p.numel() for p in Transformer(config).parameters())
 
 
-_TO_HF = {
-    "tok_embeddings": "model.embed_tokens",
-    "norm": "model.norm",
-    "output": "lm_head",
+_ENDS_TO_HF = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
+_LAYER_TO_HF = {
     "attention_norm": "input_layernorm",
     "attention.wq": "self_attn.q_proj",
     "attention.wk": "self_attn.k_proj",
@@ -272,44 +267,40 @@ _TO_HF = {
 }
 
 
-def _rename(
-    state: Mapping[str, Tensor], names: Mapping[str, str], inside: str, n_layers: int
-) -> dict[str, Tensor]:
-    """Renames `[layers.N.]part.weight` by the table; `inside` is the target's prefix of a layer."""
-    renamed, unknown = {}, []
-    for name, tensor in state.items():
-        match = re.fullmatch(r"(?:(?:model\.)?layers\.(\d+)\.)?(.+)\.weight", name)
-        if not match or match[2] not in names or (match[1] and int(match[1]) >= n_layers):
-            unknown.append(name)
-        else:
-            layer = f"{inside}layers.{match[1]}." if match[1] else ""
-            renamed[f"{layer}{names[match[2]]}.weight"] = tensor
-    if unknown:
+def _hf_names(config: ModelConfig) -> dict[str, str]:
+    """Our name -> its name in `transformers`, for every parameter."""
+    names = {f"{ours}.weight": f"{hf}.weight" for ours, hf in _ENDS_TO_HF.items()}
+    for i in range(config.n_layers):
+        for ours, hf in _LAYER_TO_HF.items():
+            names[f"layers.{i}.{ours}.weight"] = f"model.layers.{i}.{hf}.weight"
+    return names
+
+
+def _rename(state: Mapping[str, Tensor], names: Mapping[str, str], tied: bool) -> dict[str, Tensor]:
+    if unknown := [name for name in state if name not in names]:
         raise ValueError(
-            f"{len(unknown)} of {len(state)} names do not belong to a Llama of {n_layers} layers: "
-            f"{', '.join(unknown[:4])}{', …' if len(unknown) > 4 else ''}"
+            f"{len(unknown)} of {len(state)} names are not of this Llama: {', '.join(unknown[:3])}"
+            f"{', …' if len(unknown) > 3 else ''}; it has {len(names)}, such as {', '.join(list(names)[:4])}"
         )
+    renamed = {names[name]: tensor for name, tensor in state.items()}
+    embedding, _, output = list(names.values())[:3]
+    if tied and embedding in renamed:
+        renamed.setdefault(output, renamed[embedding])
     return renamed
 
 
 def to_hf_state_dict(model_state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """The names of `transformers`' LlamaForCausalLM for the state of a Transformer (or of a stage of it).
+    """The state of a Transformer, or of a stage of it, under the names of `transformers`' LlamaForCausalLM.
 
-    Values are passed on untouched, so shards (DTensor) stay shards. Raises ValueError for names that it does not know.
+    Values are passed on untouched, so a shard (DTensor) stays one. Raises ValueError for a name that it does not know.
     """
-    state = _rename(model_state, _TO_HF, "model.", config.n_layers)
-    if config.tied and "model.embed_tokens.weight" in state:
-        state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
-    return state
+    return _rename(model_state, _hf_names(config), config.tied)
 
 
 def from_hf_state_dict(hf_state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """The way back. A tied checkpoint may lack lm_head; the rotary buffers that old ones carry are dropped."""
-    weights = {name: t for name, t in hf_state.items() if not name.endswith("rotary_emb.inv_freq")}
-    state = _rename(weights, {hf: ours for ours, hf in _TO_HF.items()}, "", config.n_layers)
-    if config.tied and "tok_embeddings.weight" in state:
-        state.setdefault("output.weight", state["tok_embeddings.weight"])
-    return state
+    """The way back. A tied checkpoint may lack lm_head; the rotary tables that old ones carry are left out."""
+    weights = {name: tensor for name, tensor in hf_state.items() if not name.endswith("rotary_emb.inv_freq")}
+    return _rename(weights, {hf: ours for ours, hf in _hf_names(config).items()}, config.tied)
 
 
 def demo() -> None:
@@ -320,15 +311,10 @@ def demo() -> None:
     config = PRESETS["debug"]
     whole = Transformer(config).double()
     whole.init_weights(torch.Generator().manual_seed(0))
-    stages = [
-        Transformer(config, layers=range(0, 1), output=False),
-        Transformer(config, layers=range(1, 3), embedding=False, output=False),
-        Transformer(config, layers=range(3, 4), embedding=False),
-    ]
-    tokens_BT = torch.arange(2 * 32).view(2, 32)
-    x = tokens_BT
-    for stage in stages:
-        stage.double().load_state_dict({n: whole.state_dict()[n] for n in stage.state_dict()})
+    x = tokens_BT = torch.arange(2 * 32).view(2, 32)
+    for layers in ([0], [1, 2], [3]):
+        stage = Transformer(config, layers, embedding=0 in layers, output=3 in layers).double()
+        stage.load_state_dict({name: whole.state_dict()[name] for name in stage.state_dict()})
         x = stage(x)
     error = (x - whole(tokens_BT)).abs().max().item()
     say(f"three pipeline stages against the whole: largest difference {error:.1e}")
