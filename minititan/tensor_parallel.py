@@ -35,6 +35,7 @@ References  Shoeybi et al. 2019, arXiv 1909.08053; Korthikanti et al. 2022, arXi
 """
 
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -225,6 +226,8 @@ _META_NAMES = {  # transformers' name of a module -> Meta's (a constant)
     **{"input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm"},
 }
 
+_INSIDE = re.compile(r"(^|\.)(attention|self_attn|feed_forward|mlp)\.")
+
 
 def check_tensor_parallel(tp: int, *, vocab_size: int | None = None, **divided: int | None) -> None:
     """ValueError, with all numbers and the remedy, if a model cannot be cut over tp ranks. Pure: call it before a start.
@@ -322,10 +325,6 @@ def hf_llama_plan(model: nn.Module, sequence_parallel: bool = False, loss_parall
     return _present({rename(key): style for key, style in plan.items()}, model)
 
 
-def _check_sequence(n: int) -> Callable:
-    return lambda module, args: check_tensor_parallel(n, seq_len=args[0].shape[1])
-
-
 def apply_tensor_parallel(
     model: nn.Module,
     mesh: DeviceMesh,
@@ -353,20 +352,35 @@ def apply_tensor_parallel(
             raise ValueError(f"neither wq nor q_proj among the modules {sorted(names)}: pass a plan for them")
         check_tensor_parallel(mesh.size(), **_sizes(model))
         plan = (llama_plan if "wq" in names else hf_llama_plan)(model, sequence_parallel, loss_parallel)
-        for module in model.modules():
-            if sequence_parallel and isinstance(module, nn.Embedding):
-                module.register_forward_pre_hook(_check_sequence(mesh.size()))
+        for name, _ in model.named_parameters():  # it would act on a part of the heads or features
+            if _INSIDE.search(name) and not any(fnmatch(name.rpartition(".")[0], key) for key in plan):
+                raise ValueError(
+                    f"the plan cuts the inside of attention and feed-forward, but not {name}: pass a plan"
+                )
     elif sequence_parallel or loss_parallel:
         raise ValueError(
             "a plan decides on sequence_parallel and loss_parallel itself: pass them to llama_plan"
         )
     first: dict[nn.Parameter, str] = {}
     names = [(name, first.setdefault(p, name)) for name, p in model.named_parameters(remove_duplicate=False)]
+    for embedding in (m for m in model.modules() if sequence_parallel and isinstance(m, nn.Embedding)):
+        embedding.register_forward_pre_hook(partial(_check_sequence, mesh.size()))
     parallel.parallelize_module(model, mesh, dict(plan), src_data_rank=None)
     for name, source in names:  # two names of one parameter have become two DTensors: tie them again
         path, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(path), leaf, model.get_parameter(source))
+    for module in (m for path, m in model.named_modules() if path in ("output", "lm_head")):
+        module.register_forward_hook(_not_a_view)
     return model
+
+
+def _check_sequence(n: int, module: nn.Module, args: tuple[Tensor]) -> None:
+    check_tensor_parallel(n, seq_len=args[0].shape[1])
+
+
+def _not_a_view(module: nn.Module, args: tuple, logits: Tensor) -> Tensor:
+    """DTensor.to_local() returns a view, on which FSDP2 would hang its backward hook in vain if somebody writes to it."""
+    return logits if isinstance(logits, DTensor) else torch.ops.aten._unsafe_view(logits, logits.shape)
 
 
 # ------------------------------------------------------------------------------------------------------- demo
