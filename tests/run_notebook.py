@@ -21,8 +21,22 @@ def clean(notebook: nbformat.NotebookNode) -> None:
     for i, cell in enumerate(notebook.cells):
         cell.id = f"cell-{i}"
         cell.metadata = {k: v for k, v in cell.metadata.items() if k in ("tags", "jupyter")}
+        if cell.cell_type == "code":
+            cell.outputs = merged(cell.outputs)
         if "solution" in cell.metadata.get("tags", []):
             cell.metadata["jupyter"] = {"source_hidden": True}
+
+
+def merged(outputs: list) -> list:
+    """A stream cut at the moments of its arrival becomes one again."""
+    whole = []
+    for output in outputs:
+        last = whole[-1] if whole else None
+        if last and output.output_type == last.output_type == "stream" and output.name == last.name:
+            last.text += output.text
+        else:
+            whole.append(output)
+    return whole
 
 
 def run(source: pathlib.Path, target: pathlib.Path) -> float:

@@ -352,6 +352,68 @@ def _short(value: Any) -> str:
 
 # === 00 ranks and collectives ==================================================================================
 
+
+exercise(
+    "00.ring_neighbours",
+    on_calls([((1, 4), (0, 2)), ((0, 4), (3, 1)), ((3, 4), (2, 0)), ((0, 1), (0, 0))]),
+    hint="the ring is closed: what follows the last rank, and what comes before rank 0?",
+)
+
+
+@exercise(
+    "00.global_mean", hint="two sums travel: one of the losses, one of the tokens; divide once, at the end"
+)
+def _(answer):
+    from minititan.lab.launch import launch
+
+    def on_rank():
+        import torch.distributed as dist
+
+        rank = dist.get_rank()
+        return answer(torch.arange(1.0, 2.0 + rank, dtype=torch.float64) * 10**rank)
+
+    losses = [torch.arange(1.0, 2.0 + rank, dtype=torch.float64) * 10**rank for rank in range(3)]
+    results = launch(on_rank, ranks=3, device="cpu", timeout=30)
+    if any(_is_stub(r) for r in results):
+        raise NotSolvedYet
+    of_means = sum(one.mean() for one in losses) / 3
+    if all(_as_tensor(r) is not None and abs(float(r) - of_means) < 1e-9 for r in results):
+        return "that is the mean of the ranks' means: a rank with one token weighs as much as one with three"
+    return compare([float(r) for r in results], [torch.cat(losses).mean().item()] * 3)
+
+
+@exercise(
+    "00.reduce_scatter",
+    hint="the ring's first phase, shifted by one: the last chunk to arrive must be your own",
+)
+def _(answer):
+    from minititan.lab.launch import launch
+    from minititan.lab.trace import recording, traffic
+
+    def given(rank):
+        return torch.arange(12.0, dtype=torch.float64) * (rank + 1)
+
+    def on_rank():
+        import torch.distributed as dist
+
+        with recording() as events:
+            chunk = answer(given(dist.get_rank()))
+        return chunk, events
+
+    results = launch(on_rank, ranks=4, device="cpu", timeout=30)
+    if any(_is_stub(chunk) for chunk, _ in results):
+        raise NotSolvedYet
+    total = sum(given(rank) for rank in range(4))
+    said = compare([chunk for chunk, _ in results], list(total.chunk(4)))
+    if not isinstance(said, Right):
+        return said
+    sent = traffic([events for _, events in results]).total / 4
+    least = 3 / 4 * 12 * 8
+    if sent > least:
+        return f"right, but each rank sends {sent:.0f} bytes; {least:.0f} are enough"
+    return Right(f"right, with {sent:.0f} bytes sent by each rank, the fewest possible")
+
+
 # === 01 mesh and DTensor =======================================================================================
 
 # === 02 meta init ==============================================================================================
