@@ -219,6 +219,7 @@ class _Rank:
 
     def __init__(self, rank: int):
         self.rank = rank
+        self.started = False
         self.pid: int | None = None
         self.control, self.their_control = socket.socketpair()
         self.out, self.their_out = os.pipe()
@@ -236,6 +237,13 @@ class _Rank:
     def close_theirs(self) -> None:
         self.their_control.close()
         for fd in (self.their_out, self.their_err, self.their_exits):
+            os.close(fd)
+
+    def close(self) -> None:
+        self.control.close()
+        if not self.started:
+            self.close_theirs()
+        for fd in (self.out, self.err, self.exits):
             os.close(fd)
 
     def take(self) -> None:
@@ -319,7 +327,8 @@ class _Launch:
                 cwd=os.getcwd(),
                 path=[os.path.abspath(p) for p in sys.path],
                 environ=dict(os.environ),
-                warning_filters=list(warnings.filters),
+                # a test runner's own categories would have every rank import it
+                warning_filters=[f for f in warnings.filters if f[2].__module__ in ("builtins", "torch")],
                 sources=sources,
                 cells=cells,
             )
@@ -330,7 +339,7 @@ class _Launch:
                 self.starter = ForkServer.of_this_process()
                 self.starter.start_rank(job, *fds)
             rank.close_theirs()
-            rank.their_control = None
+            rank.started = True
             self._register(rank)
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 rank.control.sendall(_ranks.pack(job))
@@ -458,6 +467,7 @@ class _Launch:
                 break
             except KeyboardInterrupt as again:  # a second interrupt must not leave ranks behind
                 interrupted = again
+        self._close()
         if interrupted is not None:
             raise interrupted
 
@@ -471,13 +481,12 @@ class _Launch:
             rank.open = False
         grace = time.monotonic() + (1.0 if done else 0.0)
         end = grace + 5.0
-        while (
-            any(rank.pid is not None and rank.gone_at is None for rank in self.ranks)
-            and time.monotonic() < end
-        ):
+        while left := [rank for rank in self.ranks if rank.started and rank.gone_at is None]:
+            if time.monotonic() > end:
+                break
             if time.monotonic() >= grace:
-                for rank in self.ranks:
-                    if rank.pid is not None and rank.gone_at is None:
+                for rank in left:
+                    if rank.pid is not None:
                         self.starter.kill(rank.pid)
             self._pump(0.02)
         drain = time.monotonic() + 0.5
@@ -485,16 +494,11 @@ class _Launch:
         while outputs & set(self.selector.get_map()) and time.monotonic() < drain:
             self._pump(0.02)
         self.output.show(last=True)
+
+    def _close(self) -> None:
         self.selector.close()
         for rank in self.ranks:
-            rank.control.close()
-            if rank.their_control is not None:
-                rank.close_theirs()
-                rank.their_control = None
-            for fd in (rank.out, rank.err, rank.exits):
-                with contextlib.suppress(OSError):
-                    os.close(fd)
-            rank.out = rank.err = rank.exits = -1
+            rank.close()
         self.store = None
 
 
