@@ -126,8 +126,10 @@ def mesh(
     scale = min(0.82, WIDTH / width)
     said = " x ".join(f"{n} {s}" for n, s in real.items())
     alt = f"mesh of {len(order)} ranks: {said}"
-    figure = new_figure(height * scale + (0.2 if title else 0), alt, width=width * scale)
-    ax = figure.add_subplot()
+    head = 0.3 if title else 0.0
+    figure = new_figure(height * scale + head + 0.05, alt, width=width * scale + 0.05)
+    figure.set_layout_engine("none")
+    ax = figure.add_axes((0, 0, 1, 1 - head / figure.get_figheight()))
     ax.set(xlim=(-left, width - left), ylim=(height - 0.27, -0.27), aspect="equal", anchor="NW")
     ax.axis("off")
     legend(figure, (), title)

@@ -126,7 +126,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if any(t not in (Tensor, nn.Parameter) for t in types):
+        if _is_wrapper(types):
             return NotImplemented  # a DTensor first becomes operators on plain tensors, which come by here
         name = func.__name__.partition(".")[0]
         if func.namespace in _FUNCTIONAL and name not in _NOT_A_COLLECTIVE:
@@ -197,6 +197,11 @@ class _Draft:
 
     def touch(self, *_) -> None:
         self.end = time.monotonic()
+
+
+def _is_wrapper(types: Iterable[type]) -> bool:
+    """Whether a tensor is made of others: DTensor, AsyncCollectiveTensor, Float8Tensor, ..."""
+    return any(hasattr(t, "__tensor_flatten__") for t in types)
 
 
 def _backend_keys(args: tuple) -> torch._C.DispatchKeySet:
@@ -571,7 +576,7 @@ class _MemoryWatch(TorchDispatchMode):
         return self.alive[key][1]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(t not in (Tensor, nn.Parameter) for t in types):
+        if _is_wrapper(types):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
         gathered = "gather" in func.__name__ and func.namespace in ("c10d", *_FUNCTIONAL)
@@ -669,7 +674,9 @@ def save_chrome_trace(events: Iterable, path: str | os.PathLike) -> Path:
     for rank in sorted({e.rank for e in events}):
         out.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
         out.append({"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}})
-    for rank, lane, copy in sorted({(e.rank, e.lane, copy) for e, copy in entries}):
+    for rank, lane, copy in sorted(
+        {(e.rank, e.lane, copy) for e, copy in entries}, key=lambda t: (t[0], tid[t[1:]])
+    ):
         name, i = lane if copy == 0 else f"{lane} {copy + 1}", tid[lane, copy]
         out.append({"ph": "M", "pid": rank, "tid": i, "name": "thread_name", "args": {"name": name}})
         out.append({"ph": "M", "pid": rank, "tid": i, "name": "thread_sort_index", "args": {"sort_index": i}})
