@@ -1,0 +1,329 @@
+"""The composed training loop: a Llama on text, split over ranks by numbers alone.
+
+    torchrun --nproc-per-node 8 -m minititan.train --parallel.dp-shard 2 --parallel.tp 2 --steps 100
+    python -m minititan.train --preset debug --model.dim 256 --model.n-layers 8     # one process
+    launch(train, TrainConfig(steps=20), ranks=8)                                   # from a notebook
+
+`--preset` (debug, llama3-1b, llama3-8b, ...) gives the model's sizes, and each --model.x changes one of them.
+
+What happens in a step, on each rank:
+
+    batches ──> rows of this dp rank ──> per microbatch: forward, loss, backward ──> clip ──> AdamW
+                                         (FSDP gathers, reduces)                    (global norm)
+
+The loss. A rank's share is the *sum* of its tokens' cross entropies over the number of *all* ranks' valid tokens in
+the step, so that shares simply add up, whatever the batch, the padding or the accumulation. FSDP averages gradients
+over its ranks, so the share is multiplied by their number before backward. Nothing is rescaled after it.
+
+Everything shown is global: the loss is summed over the ranks that hold different tokens, the norm over all shards.
+Every layout starts from the same weights (meta_init) and reads the same rows (data), so all layouts give one curve.
+pp, cp and ep are not composed yet and are refused by name.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import tyro
+from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import FSDPModule
+from tqdm import tqdm
+
+from minititan.data import ByteCorpus, batches
+from minititan.fsdp import apply_fsdp
+from minititan.grad_clip import clip_grad_norm_
+from minititan.meta_init import materialize, on_meta
+from minititan.metrics import Meter, flops_per_token, log_to
+from minititan.model import PRESETS, ModelConfig, Transformer
+from minititan.parallel_dims import ParallelDims
+from minititan.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
+
+IGNORE = -100  # a target that is no token: padding
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Ranks on each axis; -1 takes those that are left."""
+
+    dp_replicate: int = 1
+    dp_shard: int = -1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything that a run depends on. Runs that differ in `parallel` only have one and the same curve."""
+
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    model: ModelConfig = field(default_factory=lambda: PRESETS["debug"])
+    steps: int = 100
+    global_batch: int = 16  # sequences in an optimizer step, over all ranks and microbatches
+    seq_len: int = 128
+    accumulate: int = 1  # microbatches in an optimizer step
+    data: str | None = None  # a file or folder of text; None: the Python standard library's source
+    seed: int = 0
+    lr: float = 1e-2  # suits the debug model; 8B parameters want 3e-4
+    warmup_steps: int = 20  # lr rises linearly from 0
+    schedule: Literal["linear", "constant"] = "linear"  # of lr after the warm-up: falling to 0, or as it is
+    weight_decay: float = 0.1
+    max_norm: float = 1.0  # gradients are scaled down to this global norm
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"  # of parameters, gradients and AdamW's state
+    compute_dtype: Literal["float32", "bfloat16"] | None = (
+        None  # FSDP gathers and computes in it; None: dtype
+    )
+    eval_batches: int = 4  # held-back batches, read before the first and after the last step
+    log_every: int = 10  # steps between lines, where there is no terminal for a bar; 0: no lines
+    csv: str | None = None  # a file that gets a row a step
+
+
+@dataclass
+class TrainResult:
+    """Plain data, filled as training goes on. Losses (nats a token) and norms are global, one a step."""
+
+    layout: str
+    n_parameters: int
+    held_back_first: float = math.nan
+    held_back_last: float = math.nan
+    tokens_per_s: float = math.nan  # of all ranks together, in the median step
+    peak_memory_bytes: int = 0  # of the rank that held most
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    step_times_s: list[float] = field(default_factory=list)
+
+    def summary(self) -> dict:
+        """What the command line prints last, as one line of JSON."""
+        fields = {name: value for name, value in asdict(self).items() if not isinstance(value, list)}
+        times = {"steps": len(self.losses), "step_time_s": statistics.median(self.step_times_s)}
+        return times | {"loss_first": self.losses[0], "loss_last": self.losses[-1]} | fields
+
+
+def parallelize(model: nn.Module, dims: ParallelDims, config: TrainConfig) -> nn.Module:
+    """The whole order of composition, on a model on meta, in place.
+
+    Tensor parallel is first, because it replaces the weights that all others wrap. FSDP is last, because it cuts what
+    the others have left on a rank, module by module as it finds them.
+    """
+    if dims.tp > 1:
+        apply_tensor_parallel(model, dims.axis("tp"))
+    compute_dtype = getattr(torch, config.compute_dtype) if config.compute_dtype else None
+    if dims.size("hsdp") > 1 or compute_dtype:
+        apply_fsdp(model, dims.axis("hsdp" if dims.dp_replicate > 1 else "fsdp"), param_dtype=compute_dtype)
+    return model
+
+
+def check(config: TrainConfig, world_size: int) -> ParallelDims:
+    """The layout on world_size ranks, or a ValueError that says why not. Makes no group and allocates nothing."""
+    model, dims = config.model, ParallelDims(**asdict(config.parallel), world_size=world_size)
+    if other := [f"{name} {getattr(dims, name)}" for name in ("pp", "cp", "ep") if getattr(dims, name) > 1]:
+        raise ValueError(
+            f"{', '.join(other)}: not composed yet. What works is dp_replicate × dp_shard × tp: set pp, cp and ep to 1 "
+            f"and split the {world_size} ranks among those three."
+        )
+    divided = ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
+    check_tensor_parallel(dims.tp, **{name: getattr(model, name) for name in divided})
+    for name in ("steps", "global_batch", "seq_len", "accumulate", "eval_batches", "lr", "max_norm"):
+        if not 0 < (value := getattr(config, name)) < math.inf:
+            raise ValueError(f"{name}={value} must be above 0")
+    if config.global_batch % (pieces := dims.size("dp") * config.accumulate):
+        raise ValueError(
+            f"global_batch {config.global_batch} cannot be cut into dp_replicate {dims.dp_replicate} × dp_shard "
+            f"{dims.dp_shard} × accumulate {config.accumulate} = {pieces} equal microbatches: "
+            f"use global_batch {math.ceil(config.global_batch / pieces) * pieces}, or lower one of the others."
+        )
+    if config.seq_len > model.max_seq_len:
+        raise ValueError(
+            f"seq_len {config.seq_len} exceeds model.max_seq_len {model.max_seq_len}: change one"
+        )
+    if model.vocab_size < ByteCorpus.vocab_size:
+        raise ValueError(
+            f"model.vocab_size {model.vocab_size} must be {ByteCorpus.vocab_size} or more: bytes"
+        )
+    return dims
+
+
+def lr_at(step: int, config: TrainConfig) -> float:
+    """Learning rate of step 0, 1, ..: linear warm-up; then constant, or linear to 0 where step `steps` would be."""
+    warm = min((step + 1) / (config.warmup_steps + 1), 1.0)
+    left = min((config.steps - step) / max(config.steps - config.warmup_steps, 1), 1.0)
+    return config.lr * warm * (left if config.schedule == "linear" else 1.0)
+
+
+def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """Fused AdamW, a group for each mesh: the fused kernel takes no list that mixes meshes, or has plain tensors too."""
+    groups: dict = {}
+    for parameter in model.parameters():
+        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    groups = [{"params": group} for group in groups.values()]
+    return torch.optim.AdamW(groups, config.lr, (0.9, 0.95), weight_decay=config.weight_decay, fused=True)
+
+
+def cross_entropy_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """Sum over valid tokens, in float32 or better."""
+    logits_NV = logits_BTV.flatten(0, 1).to(torch.promote_types(logits_BTV.dtype, torch.float32))
+    return F.cross_entropy(logits_NV, targets_BT.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+def check_finite(step: int, config: TrainConfig, losses: list[float], **values: float) -> None:
+    for name, value in values.items():
+        if not math.isfinite(value):
+            computing = f", computing in {config.compute_dtype}" if config.compute_dtype else ""
+            raise FloatingPointError(
+                f"step {step}: the {name} is {value}. Stopped before the optimizer step, so the parameters are those "
+                f"that step {step} began with. Losses before: {[round(loss, 3) for loss in losses[-3:]]}. Try a lower lr "
+                f"(now {lr_at(step, config):.3g}, at most {config.lr:.3g}), more warmup_steps (now "
+                f"{config.warmup_steps}), or a wider dtype (now {config.dtype}{computing})."
+            )
+
+
+Watch = Callable[[str, int, nn.Module], object]
+
+
+def train(config: TrainConfig, watch: Watch = lambda *_: None) -> TrainResult:
+    """Trains in the default process group, which must exist; every rank of it calls this with the same config.
+
+    watch: called on each rank, with the name of the moment: ("gradients", step, model) once they are clipped and not
+    yet applied, ("updated", step, model) after the optimizer step.
+    Raises ValueError before any group is made (see `check`), and FloatingPointError, on all ranks and before the
+    optimizer step, when the loss or the gradient norm is not finite.
+    """
+    dims = check(config, dist.get_world_size())
+    corpus = ByteCorpus(config.data)
+    on_gpu = "nccl" in dist.get_backend_config()
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    dims.build_mesh(device.type)
+    loss_group = dims.axis("loss").get_group()
+    dp_rank, dp_size = dims.axis("dp").get_local_rank(), dims.size("dp")
+    n_averaged = dims.size("hsdp")  # FSDP takes the mean gradient over these ranks; times this it is the sum
+
+    model = on_meta(lambda: Transformer(config.model).to(getattr(torch, config.dtype)))
+    n_parameters = sum(p.numel() for p in model.parameters())
+    parallelize(model, dims, config)
+    materialize(model, device, config.seed)
+    optimizer = build_optimizer(model, config)
+
+    def microbatches(text: ByteCorpus, step: int) -> list[tuple[Tensor, Tensor]]:
+        """This rank's (tokens_BT, targets_BT) of one step."""
+        rows = batches(text, config.global_batch, config.seq_len, step, dp_rank, dp_size, config.seed)
+        return list(zip(*(x_BT.to(device).chunk(config.accumulate) for x_BT in rows), strict=True))
+
+    @torch.no_grad()
+    def held_back_loss() -> float:
+        total = torch.zeros(2, dtype=torch.float64, device=device)
+        for i in range(config.eval_batches):
+            for tokens_BT, targets_BT in microbatches(corpus.held_back, i):
+                total[0] += cross_entropy_sum(model(tokens_BT), targets_BT)
+                total[1] += (targets_BT != IGNORE).sum()
+        dist.all_reduce(total, group=loss_group)
+        return (total[0] / total[1]).item()
+
+    def forward_backward(step: int) -> float:
+        """Leaves the gradients of one step in the parameters; returns its global loss."""
+        pieces = microbatches(corpus, step)
+        n_valid = sum((targets_BT != IGNORE).sum() for _, targets_BT in pieces)
+        dist.all_reduce(n_valid, group=loss_group)
+        loss = torch.zeros((), dtype=torch.float64, device=device)
+        for left, (tokens_BT, targets_BT) in zip(reversed(range(len(pieces))), pieces, strict=True):
+            if isinstance(model, FSDPModule):
+                model.set_is_last_backward(left == 0)
+                model.set_requires_all_reduce(left == 0)  # to shards each time, across replicas once
+            share = cross_entropy_sum(model(tokens_BT), targets_BT) / n_valid
+            (share * n_averaged).backward()
+            loss += share.detach()
+        dist.all_reduce(loss, group=loss_group)
+        return loss.item()
+
+    n_multiplying = n_parameters - (0 if config.model.tied else config.model.vocab_size * config.model.dim)
+    sizes = (config.model.n_layers, config.model.n_heads, config.model.head_dim, config.seq_len)
+    meter = Meter(flops_per_token(n_multiplying, *sizes), dist.get_world_size(), device)
+    layout = " × ".join(f"{name} {getattr(dims, name)}" for name in ("dp_replicate", "dp_shard", "tp"))
+    result = TrainResult(layout, n_parameters, held_back_first=held_back_loss())
+    n_tokens, is_first = config.global_batch * config.seq_len, dist.get_rank() == 0
+    has_bar = is_first and sys.stderr.isatty()
+    with contextlib.ExitStack() as stack:
+        log = stack.enter_context(log_to("csv", config.csv)) if config.csv and is_first else None
+        bar = stack.enter_context(tqdm(total=config.steps, unit="step", disable=not has_bar))
+        meter.start()
+        for step in range(config.steps):
+            loss = forward_backward(step)
+            grad_norm = clip_grad_norm_(model.parameters(), config.max_norm).item()
+            check_finite(step, config, result.losses, **{"loss": loss, "gradient norm": grad_norm})
+            watch("gradients", step, model)
+            for group in optimizer.param_groups:
+                group["lr"] = lr_at(step, config)
+            optimizer.step()
+            optimizer.zero_grad()
+            watch("updated", step, model)
+            row = meter.step(loss, grad_norm, n_tokens, lr=lr_at(step, config))
+            result.losses.append(loss)
+            result.grad_norms.append(grad_norm)
+            result.step_times_s.append(row["step_time_s"])
+            if is_last := step == config.steps - 1:
+                result.held_back_last = held_back_loss()
+            if log:
+                held_back = {config.steps - 1: result.held_back_last, 0: result.held_back_first}
+                log.log(row | {"held_back": held_back.get(step)})
+            line = f"loss {loss:.4f}  grad norm {grad_norm:.3f}  {row['tokens_per_s']:,.0f} tokens/s"
+            bar.set_postfix_str(line, refresh=False)
+            bar.update()
+            if is_first and not has_bar and config.log_every and (step % config.log_every == 0 or is_last):
+                print(f"step {step:>5}  {line}", flush=True)
+    peak = torch.tensor(row["peak_memory_bytes"], device=device)
+    dist.all_reduce(peak, dist.ReduceOp.MAX)
+    result.peak_memory_bytes = int(peak)
+    result.tokens_per_s = n_tokens / statistics.median(result.step_times_s)
+    return result
+
+
+def parse(arguments: list[str] | None = None) -> TrainConfig:
+    """The command line (None: this process's). `--preset` is where the other options start from."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--preset", choices=PRESETS, default="debug")
+    known, rest = first.parse_known_args(arguments)
+    start = TrainConfig(model=PRESETS[known.preset])
+    return tyro.cli(TrainConfig, args=rest, default=start, description=__doc__, prog="minititan.train")
+
+
+@record  # torchrun then ends with the failing rank's own error
+def main() -> None:
+    config = parse()
+    check(config, int(os.environ.get("WORLD_SIZE", "1")))
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(
+            1
+        )  # ranks share the cores: with two threads each, steps take four times as long
+    options: dict = {"backend": "gloo"}
+    if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        options = {"backend": "nccl", "device_id": device}
+    if "RANK" not in os.environ:  # not under torchrun: a group of one, that needs no port
+        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(**options)
+    result = train(config)
+    if dist.get_rank() == 0:
+        print(json.dumps(result.summary(), ensure_ascii=False))
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(
+        0
+    )  # one in ten finished gloo processes aborts in the interpreter's teardown, and torchrun starts it again
+
+
+if __name__ == "__main__":
+    main()
