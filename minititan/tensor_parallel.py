@@ -5,13 +5,13 @@ observation is that a transformer block needs one pattern only, twice: a matrix 
 parallel), then a matrix cut by its input features (row parallel). Between the two, everything acts on each feature
 or each head alone, so nothing travels.
 
-              f       column parallel     nothing travels     row parallel       g
-              │        w1_fD, w3_fD      h = silu(w1 x)·w3 x     w2_Df           │
-    rank 0  x ┼──▶ rows [0, f)      ──▶ features [0, f)  ──▶ columns [0, f)  ─ y0 ┼─▶ y0 + y1
-    rank 1  x ┼──▶ rows [f, 2f)     ──▶ features [f, 2f) ──▶ columns [f, 2f) ─ y1 ┼─▶ y0 + y1
-              │                                                                  │
-     forward: identity                                               forward: all-reduce
-    backward: all-reduce                                            backward: identity
+            f     column parallel     nothing travels       row parallel      g
+            │      w1_fD, w3_fD     silu(w1 x) · (w3 x)        w2_Df          │
+  rank 0  x ┼───▶ rows [0, f)  ───▶ features [0, f)  ───▶ columns [0, f)  y_0 ┼─▶ y_0 + y_1
+  rank 1  x ┼───▶ rows [f, 2f) ───▶ features [f, 2f) ───▶ columns [f, 2f) y_1 ┼─▶ y_0 + y_1
+            │                                                                 │
+  forward:  identity                                                          all-reduce
+  backward: all-reduce                                                        identity
 
 f and g mirror each other. Forward, all ranks hold x and each y_r is one summand of the output: g adds them. Backward,
 all ranks hold dL/dy and each rank's dL/dx is one summand, for it saw only its own features: f adds them. Without f
@@ -19,18 +19,18 @@ everything runs, but each gradient below this block is a summand that passes for
 with heads for features: wq, wk, wv by rows, wo by columns, a head never cut. Embedding and output are cut by
 vocabulary; the loss can then be taken without ever gathering the logits.
 
-Letters     B batch, T tokens, D model, H query heads, G key/value heads, K head dim, F feed-forward, V vocabulary, N = BT
-            lower case: this rank's part (f = F/n, v about V/n); n ranks, e bytes an element
-Traffic     4 all-reduces of B·T·D·e bytes a block: g of attention and of feed-forward, and both f. In a ring each rank
-            sends 2(n-1)/n of that; nothing hides it. Sequence parallelism makes each a reduce-scatter and an all-gather:
-            the same bytes. Once a model: one all-reduce each for the embedding and the output's f; B·T·V·e to gather
-            the logits, or three reductions of B·T numbers for a vocabulary-parallel loss.
-Memory      1/n of all matrices, their gradients and optimizer states, and of the activations between the pair; norms
+Letters     B batch, T tokens, D model, H query heads, G key/value heads, K head dim, F feed-forward, V vocabulary,
+            N = B·T; lower case: this rank's part (f = F/n, v about V/n); n ranks, e bytes an element
+Traffic     4 all-reduces of B·T·D·e bytes a block: g of attention and of feed-forward, and both f. In a ring a rank
+            sends 2(n-1)/n of that, and nothing hides it. Sequence parallelism makes a reduce-scatter and an
+            all-gather of each: the same bytes. Once a model: one all-reduce each for the embedding and the output's
+            f, and B·T·V·e to gather the logits, or three reductions of B·T numbers for a vocabulary-parallel loss.
+Memory      1/n of all matrices, their gradients and optimizer states, and of the activations between the pair. Norms
             and the B·T·D activations around them stay whole, or 1/n with sequence parallelism.
 Use it      inside one NVLink domain (n up to 8), when a block does not fit or the batch per rank would fall below 1.
             n divides H, G and F. Each matmul gets n times thinner, so efficiency falls with n.
-Not here    copies of key/value heads for n > G, overlap (async_tensor_parallel), a second gather in backward in place
-            of the kept one (Megatron's saving for sequence parallelism), sequence parallelism by hand.
+Not here    copies of key/value heads for n > G, overlap (async_tensor_parallel), sequence parallelism by hand; the
+            native one keeps its gathered inputs for backward, where Megatron gathers again.
 References  Shoeybi et al. 2019, arXiv 1909.08053; Korthikanti et al. 2022, arXiv 2205.05198 (sequence parallelism)
 """
 
@@ -105,10 +105,8 @@ def attention_by_hand(
     """
     n, rank = dist.get_world_size(group), dist.get_rank(group)
     x_BTD = copy_to_tp(x_BTD, group)
-    q_BhTK, k_BgTK, v_BgTK = (
-        F.linear(x_BTD, w.chunk(n, 0)[rank]).unflatten(-1, (-1, head_dim)).transpose(1, 2)
-        for w in (wq, wk, wv)
-    )
+    q, k, v = (F.linear(x_BTD, w.chunk(n, 0)[rank]) for w in (wq, wk, wv))
+    q_BhTK, k_BgTK, v_BgTK = (t.unflatten(-1, (-1, head_dim)).transpose(1, 2) for t in (q, k, v))
     out_BhTK = F.scaled_dot_product_attention(q_BhTK, k_BgTK, v_BgTK, is_causal=True, enable_gqa=True)
     return row_linear_by_hand(out_BhTK.transpose(1, 2).flatten(-2), wo.chunk(n, 1)[rank], group)
 
@@ -248,9 +246,7 @@ def check_tensor_parallel(tp: int, *, vocab_size: int | None = None, **divided: 
     if wrong:
         common = gcd(*divided.values()) or tp
         legal = [n for n in range(1, common + 1) if common % n == 0 and each_has_a_row(n)]
-        raise ValueError(
-            f"tensor parallel degree {tp}: {', '.join(wrong)}; take tp from {legal} for {divided}"
-        )
+        raise ValueError(f"tensor parallel degree {tp}: {', '.join(wrong)}; take {legal} for {divided}")
 
 
 def _sizes(model: nn.Module) -> dict[str, int]:
@@ -308,14 +304,11 @@ def hf_llama_plan(model: nn.Module, sequence_parallel: bool = False, loss_parall
             input_kwarg_layouts={"hidden_states": x}, desired_input_kwarg_layouts={"hidden_states": whole}
         )
     }
-    if (
-        sequence_parallel
-    ):  # transformers counts positions on the embedding's output, and slices the last norm's
-        first = parallel.PrepareModuleInput(
-            input_layouts=whole, desired_input_layouts=x, use_local_output=True
-        )
-        plan |= {"tok_embeddings": parallel.RowwiseParallel(input_layouts=whole), "layers.0": first}
-        plan |= {"norm": parallel.SequenceParallel(use_local_output=True)}
+    if sequence_parallel:  # transformers counts positions on the embedding's output, and slices the norm's
+        take = {"input_layouts": whole, "desired_input_layouts": x, "use_local_output": True}
+        plan["tok_embeddings"] = parallel.RowwiseParallel(input_layouts=whole)
+        plan["layers.0"] = parallel.PrepareModuleInput(**take)
+        plan["norm"] = parallel.SequenceParallel(use_local_output=True)
     hf_names = {meta: hf for hf, meta in _META_NAMES.items()}
 
     def rename(key: str) -> str:
@@ -354,17 +347,14 @@ def apply_tensor_parallel(
         plan = (llama_plan if "wq" in names else hf_llama_plan)(model, sequence_parallel, loss_parallel)
         for name, _ in model.named_parameters():  # it would act on a part of the heads or features
             if _INSIDE.search(name) and not any(fnmatch(name.rpartition(".")[0], key) for key in plan):
-                raise ValueError(
-                    f"the plan cuts the inside of attention and feed-forward, but not {name}: pass a plan"
-                )
+                raise ValueError(f"attention and feed-forward are cut, but not their {name}: pass a plan")
     elif sequence_parallel or loss_parallel:
-        raise ValueError(
-            "a plan decides on sequence_parallel and loss_parallel itself: pass them to llama_plan"
-        )
+        raise ValueError("a plan decides on sequence and loss parallel itself: pass them to llama_plan")
     first: dict[nn.Parameter, str] = {}
     names = [(name, first.setdefault(p, name)) for name, p in model.named_parameters(remove_duplicate=False)]
-    for embedding in (m for m in model.modules() if sequence_parallel and isinstance(m, nn.Embedding)):
-        embedding.register_forward_pre_hook(partial(_check_sequence, mesh.size()))
+    if sequence_parallel:
+        for embedding in (m for m in model.modules() if isinstance(m, nn.Embedding)):
+            embedding.register_forward_pre_hook(partial(_check_sequence, mesh.size()))
     parallel.parallelize_module(model, mesh, dict(plan), src_data_rank=None)
     for name, source in names:  # two names of one parameter have become two DTensors: tie them again
         path, _, leaf = name.rpartition(".")
@@ -378,9 +368,9 @@ def _check_sequence(n: int, module: nn.Module, args: tuple[Tensor]) -> None:
     check_tensor_parallel(n, seq_len=args[0].shape[1])
 
 
-def _not_a_view(module: nn.Module, args: tuple, logits: Tensor) -> Tensor:
-    """DTensor.to_local() returns a view, on which FSDP2 would hang its backward hook in vain if somebody writes to it."""
-    return logits if isinstance(logits, DTensor) else torch.ops.aten._unsafe_view(logits, logits.shape)
+def _not_a_view(module: nn.Module, args: tuple, out: Tensor) -> Tensor:
+    """DTensor.to_local() returns a view, where FSDP2's backward hook would be lost on writing to it: FSDP2 warns."""
+    return torch.ops.aten._unsafe_view(out, out.shape) if type(out) is Tensor else out
 
 
 # ------------------------------------------------------------------------------------------------------- demo
