@@ -82,9 +82,7 @@ class TrainConfig:
     weight_decay: float = 0.1
     max_norm: float = 1.0  # gradients are scaled down to this global norm
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"  # of parameters, gradients and AdamW's state
-    compute_dtype: Literal["float32", "bfloat16"] | None = (
-        None  # FSDP gathers and computes in it; None: dtype
-    )
+    compute_dtype: Literal["float32", "bfloat16"] | None = None  # FSDP gathers and computes in it
     eval_batches: int = 4  # held-back batches, read before the first and after the last step
     log_every: int = 10  # steps between lines, where there is no terminal for a bar; 0: no lines
     csv: str | None = None  # a file that gets a row a step
