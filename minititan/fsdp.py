@@ -21,7 +21,7 @@ n ranks, A microbatches a step, AdamW in the parameters' dtype:
     DDP                 P                P             2 P         2 P
     ZeRO-1              P                P             2 P/n       2 P
     ZeRO-2              P                P/n + B       2 P/n       (A + 1) P
-    ZeRO-3 = FSDP       P/n + R + B      P/n + B       2 P/n       A (3 P - R)
+    ZeRO-3 = FSDP       P/n + R + B      P/n + R + B   2 P/n       A (3 P - R)
 
 The root is gathered once a microbatch, as the last thing forward uses is the first that backward needs: with L
 blocks, 2L+1 all-gathers and L+1 reduce-scatters. For an instant the receive buffer doubles a gathered block.
@@ -161,9 +161,9 @@ class _Unit:
         return [w if len(w) == length else w[:length] for w, length in zip(whole, self.lengths, strict=True)]
 
     def gather(self, shards, out=None):
-        out = out or [s.new_empty(self.n * len(s), *s.shape[1:]) for s in shards]
+        out = out or self.free([s.new_empty(self.n * len(s), *s.shape[1:]) for s in shards])
         for whole in out:
-            whole.untyped_storage().resize_(whole.nbytes)  # changes nothing unless it was freed
+            whole.untyped_storage().resize_(whole.nbytes)
         if len(shards) == 1:
             _all_gather(out[0], shards[0].detach(), group=self.shard_group)
             return out
@@ -177,6 +177,7 @@ class _Unit:
     def free(self, whole):
         for tensor in whole:
             tensor.untyped_storage().resize_(0)  # autograd still holds the tensor, but no memory
+        return whole
 
     def reduce(self, grads):
         trained = [(s, g) for s, g in zip(self.shards, grads, strict=True) if s.requires_grad]
@@ -310,6 +311,8 @@ def apply_fsdp(
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(f"mesh is a {type(mesh).__name__}: make it init_device_mesh('cuda', (n,))")
     _check_axes(mesh)
+    if mesh.ndim == 2 and not mesh.mesh_dim_names:
+        raise ValueError(f"2 axes of {mesh.shape} need names: mesh_dim_names=('dp_replicate', 'dp_shard')")
     if sharded := [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]:
         raise ValueError(f"{len(sharded)} modules are sharded already, as {sharded[-1]!r} is: call this once")
     for name, dtype in {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}.items():

@@ -489,6 +489,7 @@ def test_mistakes_are_told_with_their_numbers():
         mistakes = {
             "3 axes": lambda: apply_fsdp(Net(), cube),
             "3 axes, by hand": lambda: FullyShardByHand(Net(), cube),
+            "no names": lambda: apply_fsdp(Net(), init_device_mesh("cpu", (2, 2))),
             "no mesh": lambda: apply_fsdp(Net(), line.get_group()),
             "no blocks": lambda: apply_fsdp(NoBlocks(), line),
             "no blocks, by hand": lambda: FullyShardByHand(NoBlocks(), line),
@@ -521,6 +522,7 @@ def test_mistakes_are_told_with_their_numbers():
     expected = {
         "3 axes": ["3 axes", "('a', 'b', 'c')", "(2, 2, 1)", "mesh["],
         "3 axes, by hand": ["3 axes", "mesh["],
+        "no names": ["2 axes", "(2, 2)", "mesh_dim_names"],
         "no mesh": ["ProcessGroup", "init_device_mesh"],
         "no blocks": ["0 blocks", "NoBlocks", "blocks=[]"],
         "no blocks, by hand": ["0 blocks", "NoBlocks", "blocks=[]"],

@@ -420,4 +420,150 @@ def _(answer):
 
 # === 04 FSDP2 ==================================================================================================
 
+exercise(
+    "04.rows",
+    on_calls(
+        [
+            ((8, 4, 1), (2, 2)),
+            ((33, 4, 0), (0, 9)),
+            ((33, 4, 3), (27, 6)),
+            ((3, 4, 3), (3, 0)),
+            ((10, 8, 6), (10, 0)),
+        ]
+    ),
+    hint="every rank has the same number of rows, k = length / n rounded up; the real rows end at `length`",
+)
+
+exercise(
+    "04.peak",
+    on_calls(
+        [
+            ((1_000_000, 0, 0, 8), 2_000_000.0),
+            ((1_000_000, 100_000, 0, 1_000_000), 16.0 + 800_000),
+            ((8e9, 1e9, 2e8, 64), 16 * 8e9 / 64 + 8 * 1e9 + 8 * 2e8),
+        ]
+    ),
+    hint="16 bytes a parameter are cut n ways; 4 bytes a parameter for each whole copy of the root's and the block's",
+)
+
+
+@exercise(
+    "04.hsdp_reduce", hint="first reduce-scatter inside the sharding group, then all-reduce what is left"
+)
+def _(answer):
+    from minititan.lab.launch import launch
+    from minititan.lab.trace import recording
+
+    def gradient(rank):
+        generator = torch.Generator().manual_seed(rank)
+        return torch.randn(8, 3, generator=generator, dtype=torch.float64)
+
+    def on_rank():
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        with recording() as events:
+            rows = answer(gradient(dist.get_rank()), mesh)
+        return rows, [(e.n_bytes, e.ranks) for e in events if e.name != "barrier"]
+
+    results = launch(on_rank, ranks=4, device="cpu", timeout=30)
+    if any(_is_stub(rows) for rows, _ in results):
+        raise NotSolvedYet
+    mean = sum(gradient(rank) for rank in range(4)) / 4
+    said = compare([rows for rows, _ in results], [mean.chunk(2)[rank % 2] for rank in range(4)])
+    if not isinstance(said, Right):
+        return said
+    across = max(
+        sum(n for n, ranks in moved if set(ranks) != {rank - rank % 2, rank - rank % 2 + 1})
+        for rank, (_, moved) in enumerate(results)
+    )  # ranks 0, 1 and ranks 2, 3 shard; all else crosses
+    rows = mean.nbytes // 2
+    if across > rows:
+        return f"right, but tensors of {across} bytes are reduced across the groups; the {rows} of the rows are enough"
+    return Right(f"right, and {across} bytes of {mean.nbytes} are reduced across the groups")
+
+
 # === 06 tensor parallel ========================================================================================
+
+
+@exercise("06.row_bias", hint="g adds what the ranks give it: where must the bias stay out of that sum?")
+def _(answer):
+    from minititan.lab.launch import launch
+
+    def given():
+        torch.manual_seed(0)
+        return (torch.randn(size, dtype=torch.float64) for size in ((2, 3, 8), (5, 8), (5,)))
+
+    def on_rank():
+        import torch.distributed as dist
+
+        n, rank = dist.get_world_size(), dist.get_rank()
+        x, w, bias = given()
+        bias.requires_grad_()
+        y = answer(x.chunk(n, -1)[rank].contiguous(), w.chunk(n, 1)[rank].contiguous(), bias)
+        if _is_stub(y):
+            return None
+        y.sum().backward()
+        return y.detach(), bias.grad
+
+    results = launch(on_rank, ranks=4, device="cpu", timeout=30)
+    if any(r is None for r in results):
+        raise NotSolvedYet
+    x, w, bias = given()
+    truth = x @ w.T + bias
+    if isinstance(compare(results[0][0], x @ w.T + 4 * bias), Right):
+        return "the bias arrives 4 times: every rank added it before the sum"
+    said = compare([y for y, _ in results], [truth] * 4)
+    if not isinstance(said, Right):
+        return f"the output: {said}"
+    for rank, (_, grad) in enumerate(results):
+        said = "missing" if grad is None else compare(grad, torch.full((5,), 6.0))
+        if not isinstance(said, Right):
+            return f"the output is right, but the bias' gradient on rank {rank} is not, and replicas drift: {said}"
+    return Right("output and gradient right on every rank")
+
+
+@exercise("06.fused_gate_up", hint="cut w1 and w3 each, then put the two parts together")
+def _(answer):
+    w13 = torch.arange(16.0 * 3, dtype=torch.float64).view(16, 3)
+    for n in (1, 2, 4):
+        for rank in range(n):
+            part = ask(answer, w13, n, rank)
+            if n > 1 and isinstance(compare(part, w13.chunk(n)[rank]), Right):
+                what = "gate only" if rank < n // 2 else "up only"
+                return f"rank {rank} of {n} gets {what}: its silu(gate) * up pairs features that do not belong together"
+            said = compare(part, torch.cat([w.chunk(n)[rank] for w in w13.chunk(2)]))
+            if not isinstance(said, Right):
+                return f"rank {rank} of {n}: {said}"
+    return Right("each rank has the same rows of w1 and of w3")
+
+
+@exercise(
+    "06.greedy_token", hint="what must others know of a rank's part? its best value, and which token that is"
+)
+def _(answer):
+    from minititan.lab.launch import launch
+    from minititan.lab.trace import recording, traffic
+
+    def given():
+        return torch.randn(6, 32, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+    def on_rank():
+        import torch.distributed as dist
+
+        with recording() as events:
+            tokens = answer(given().chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous())
+        return tokens, events
+
+    results = launch(on_rank, ranks=4, device="cpu", timeout=30)
+    if any(_is_stub(tokens) for tokens, _ in results):
+        raise NotSolvedYet
+    said = compare([tokens for tokens, _ in results], [given().argmax(-1)] * 4)
+    if not isinstance(said, Right):
+        return said
+    sent = traffic([events for _, events in results]).total / 4
+    gathered = 3 / 4 * 6 * 32 * 8
+    if sent >= gathered:
+        return f"right, but {sent:.0f} bytes a rank were sent, no fewer than for all logits ({gathered:.0f})"
+    return Right(f"right, with {sent:.0f} bytes sent by each rank; the logits would be {gathered:.0f}")
