@@ -6,30 +6,30 @@ is what values go in. If every rank draws its shard from its own random generato
 ranks; if all draw from equal generators, all shards of a parameter are equal (what a DTensor does on a CPU mesh,
 pytorch#138329). Two runs that should be equal then differ from step 0, and no parity test can find anything.
 
-Here a parameter's values are a function of its name and the seed. For one parameter after the other, each rank
+Here a parameter's values are a function of its name and the seed. Each rank, for one parameter after the other:
 
-    name, seed ──sha256──> generator ──init──> the full parameter ──slice──> this rank's shard ──copy──> device
-                                               (one at a time, freed)
+    name, seed ── sha256 ──> generator ── init ──> the full parameter ── slice ──> this rank's shard ──> device
+                                                   (one at a time, then freed)
 
-            W [33 x D]      Shard(0) over 4 ranks             on a mesh [fsdp 2 x tp 2]: FSDP cuts what TP has cut
-            rows  0 .. 8    rank 0                            tp 0 ┌ fsdp 0      placements (_StridedShard(0, 2), Shard(0))
-            rows  9 .. 17   rank 1                                 └ fsdp 1
-            rows 18 .. 26   rank 2                            tp 1 ┌ fsdp 0
-            rows 27 .. 32   rank 3 (6: chunks as torch.chunk)      └ fsdp 1
+    33 rows, Shard(0) over 4 ranks            16 rows on a mesh [fsdp 2 x tp 2], (_StridedShard(0, 2), Shard(0)):
+    rows  0 ..  8   rank 0                    rows  0 ..  3   fsdp 0 ┐ of tp 0      TP cuts first, by what the
+    rows  9 .. 17   rank 1                    rows  4 ..  7   fsdp 1 ┘              arithmetic needs; FSDP cuts what
+    rows 18 .. 26   rank 2                    rows  8 .. 11   fsdp 0 ┐ of tp 1      TP left to a rank
+    rows 27 .. 32   rank 3, as torch.chunk    rows 12 .. 15   fsdp 1 ┘
 
-so plain, tensor-parallel, FSDP2, HSDP, both together, and a pipeline stage all start from bitwise the weights of one
-process, with no message sent and no seed checkpoint read.
+so plain, tensor-parallel, FSDP2, HSDP and combined layouts, and each pipeline stage, start from bitwise the weights of
+one process, with no message sent and no seed checkpoint read.
 
-Cost for N parameters on R ranks: memory N/R of the parameters' own bytes, and above it one full parameter in float32
-(plus a copy of the shard in hand): 4·V·D bytes for the largest, 8.4 GB for the embedding of Llama 405B, in host memory.
-Bytes sent: 0. Time: every rank draws all N numbers, about 1e8 a second on a CPU core: 0.1 s for 10M, 80 s for 8B,
-12 minutes for 70B. There `draw_on="cuda"` draws on the accelerator instead, a thousand times faster; a seed gives
-other values there than on a CPU, again the same ones for every layout.
-
-When: always, before the optimizer is built. Not for: starting from a checkpoint, which fills the meta model by itself.
-
-References: "deferred initialisation" (torch.device("meta"), torchdistX), FSDP2's meta-device workflow
-(torch.distributed.fsdp.fully_shard), CASES torchtitan#514 and #1750.
+Memory      The rank's own shards, and for a moment one full parameter in float32, with the copy of the slice in hand:
+            4·V·D bytes for the largest, 8.4 GB for the embedding of Llama 405B, in host memory.
+Traffic     0 bytes.
+Time        Every rank draws all N numbers, 1e8 a second on a CPU core: 0.1 s for 10 M parameters, 80 s for 8 B, 12
+            minutes for 70 B. For those take draw_on="cuda": other values than on a CPU, again the same in every layout.
+Use it      always, before the optimizer is built.
+Not here    starting from a checkpoint (it fills the shards by itself), drawing only the slice (a CPU generator cannot
+            jump ahead), bitwise equality between unlike CPUs (log and cos may round differently).
+References  pytorch#138329 (equal shards), torchtitan#514 and #1750 (loss that depends on the layout), and the meta-device
+            start of torch.distributed.fsdp.fully_shard.
 """
 
 import hashlib
@@ -75,16 +75,14 @@ def _clean(name: str) -> str:
 def shard_rows(n_rows: int, dim: int, sharded: DTensor) -> Tensor:
     """Which of the n_rows along tensor dimension `dim` this rank holds, as a 1-D index.
 
-    Mesh axes cut one after the other, each as torch.chunk does (the last pieces may be smaller, or empty). FSDP over TP
-    is written _StridedShard(dim, split_factor=tp): the axis cuts each of the split_factor pieces that a later axis will
-    take; a plain Shard is the same with one piece.
+    The mesh axes cut one after the other, each as torch.chunk does: the last pieces may be smaller, or empty.
+    _StridedShard(dim, split_factor) cuts every one of split_factor equal blocks, so that a later axis may still take
+    one block each; a plain Shard is the same with one block.
     """
     rows = torch.arange(n_rows)
     for axis, placement in enumerate(sharded.placements):
         if placement.is_partial():
-            raise ValueError(
-                f"placements {sharded.placements}: a parameter cannot be Partial, a sum still to be made"
-            )
+            raise ValueError(f"a parameter cannot be a sum still to be made, but has {sharded.placements}")
         if placement.is_replicate() or placement.dim != dim:
             continue
         n_ranks, coordinate = sharded.device_mesh.size(axis), sharded.device_mesh.get_local_rank(axis)
@@ -131,12 +129,10 @@ def materialize(
     `model.init_parameter`, else `default_init`. draw_on: where full parameters are drawn; the same on every rank.
     Buffers that are real already keep their values and move to `device`.
 
-    Raises ValueError when a parameter is real already, or a meta buffer is none that `default_init` knows.
+    Raises ValueError when a parameter is real already, or when `default_init` does not know a meta buffer.
     """
     device, draw_on = torch.device(device), torch.device(draw_on)
-    places: dict[
-        int, tuple[str, Tensor, list[tuple[nn.Module, str]]]
-    ] = {}  # by tensor, so that ties stay ties
+    places: dict[int, tuple[str, Tensor, list]] = {}  # by the tensor's identity, so that ties stay ties
     for prefix, module in model.named_modules(remove_duplicate=False):
         for attribute, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
@@ -152,12 +148,12 @@ def materialize(
     if init is None:
         init = getattr(model, "init_parameter", default_init)
     known = ("running_mean", "running_var", "num_batches_tracked")
-    unknown = [name for name, t, _ in places.values() if t.is_meta and not isinstance(t, nn.Parameter)]
-    unknown = [name for name in unknown if name.rpartition(".")[2] not in known]
+    buffers = [name for name, t, _ in places.values() if t.is_meta and not isinstance(t, nn.Parameter)]
+    unknown = [name for name in buffers if name.rpartition(".")[2] not in known]
     if unknown and init is default_init:
         raise ValueError(
-            f"{len(unknown)} buffers on meta have no known value, {unknown[0]} first: pass init=, a function that fills "
-            f"them by name"
+            f"{len(unknown)} of {len(buffers)} buffers on meta have a value that their name does not tell, {unknown[0]} "
+            f"first: pass init=, a function that fills them too"
         )
 
     for name, tensor, owners in places.values():
