@@ -228,11 +228,15 @@ def test_functional_collectives_and_dtensor_are_counted_once():
         assert part.tolist() == [[2.0 * first + 1] * 4], "the recording changes no result"
 
 
-def test_fsdp_step_in_forward_and_backward():
-    by_rank = launch(fsdp_step, ranks=4)
+@pytest.fixture(scope="module")
+def fsdp_by_rank():
+    return launch(fsdp_step, ranks=4)
+
+
+def test_fsdp_step_in_forward_and_backward(fsdp_by_rank):
     block = (32 * 32 + 32) * 4
     ends = 10 * 32 * 4 + 10 * 32 * 4
-    for rank, (events, samples, _) in enumerate(by_rank):
+    for rank, (events, samples, _) in enumerate(fsdp_by_rank):
         communication = [e for e in events if e.lane == "communication"]
         assert {e.axis for e in communication} == {"dp_shard", "dp_replicate"}
         gathers = [e.n_bytes for e in communication if e.name == "all_gather"]
@@ -257,9 +261,9 @@ def test_fsdp_step_in_forward_and_backward():
         assert all(s.rank == rank for s in samples)
 
 
-def test_memory_of_an_fsdp_step():
+def test_memory_of_an_fsdp_step(fsdp_by_rank):
     n_params = 10 * 32 * 2 + 3 * (32 * 32 + 32)
-    for _, samples, held in launch(fsdp_step, ranks=4):
+    for _, samples, held in fsdp_by_rank:
         assert held["parameters"] == held["gradients"] == n_params * 4 / 2, (
             "sharded over 2, replicated over 2"
         )

@@ -137,10 +137,15 @@ def save(figure: Figure, name: str, folder: str | Path | None = None) -> Path:
 
 
 def styled(function):
+    """Makes a function draw in this style, and lays its figure out once: then every way to show it is the same."""
+
     @functools.wraps(function)
     def inner(*args, **kwargs):
         with matplotlib.rc_context(_STYLE):
-            return function(*args, **kwargs)
+            figure = function(*args, **kwargs)
+            figure.draw_without_rendering()
+            figure.set_layout_engine("none")
+            return figure
 
     return inner
 

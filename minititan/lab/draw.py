@@ -125,7 +125,7 @@ def mesh(
     height = lines * panel_h + 0.15
     scale = min(0.82, WIDTH / width)
     said = " x ".join(f"{n} {s}" for n, s in real.items())
-    alt = f"mesh of {len(order)} ranks: {said}"
+    alt = f"mesh of {_ranks(len(order))}: {said}"
     head = 0.3 if title else 0.0
     figure = new_figure(height * scale + head + 0.05, alt, width=width * scale + 0.05)
     figure.set_layout_engine("none")
@@ -226,7 +226,7 @@ def shards(
     sizes = (mesh,) if isinstance(mesh, int) else tuple(mesh.values() if isinstance(mesh, Mapping) else mesh)
     held = {name: _held(shape, n_dims, spec, sizes) for name, spec in placements.items()}
     figure = _shards_by_rank(shape, held, math.prod(sizes)) if by_rank else _shards_by_piece(shape, held)
-    figure.alt = f"a {shape[0]} x {shape[1]} tensor on {math.prod(sizes)} ranks as {', '.join(held)}"
+    figure.alt = f"a {shape[0]} x {shape[1]} tensor on {_ranks(math.prod(sizes))} as {', '.join(held)}"
     legend(figure, (), title)
     return figure
 
@@ -408,7 +408,7 @@ def timeline(
     block = sum(n_rows.values()) + 0.55
     inch = 0.225 if len(shown) <= 4 else 0.19
     figure = new_figure(0.85 + len(shown) * block * inch + (0.2 if title else 0), "")
-    figure.alt = f"timeline of {len(shown)} ranks over {high - low:.1f} ms"
+    figure.alt = f"timeline of {_ranks(len(shown))} over {high - low:.1f} ms"
     ax = figure.add_subplot()
     ms_per_inch = (high - low) / (WIDTH - 1.9)
     tight = {
@@ -495,6 +495,10 @@ def _fits(text: str, ms: float, ms_per_inch: float) -> bool:
     return text_width(text, 7) + 0.03 < ms / ms_per_inch
 
 
+def _ranks(n: int) -> str:
+    return f"{n} rank{'s' * (n != 1)}"
+
+
 def _flat(items: Iterable) -> list:
     return [x for item in items for x in (item if isinstance(item, list | tuple) else [item])]
 
@@ -508,7 +512,7 @@ def memory(data, events: Iterable | None = None, limit: float | None = None, tit
 
     data: bars, from label -> {kind: bytes}, or a list of {kind: bytes} by rank; or areas, from samples with `rank`,
         `time` (seconds) and `n_bytes` ({kind: bytes}), flat or one list a rank: a panel for each rank.
-    events: over time only; their phases are shown as a strip under the areas.
+    events: over time only; the phases of the compute lane are shown as a strip under the areas.
     limit: bytes; a line, such as the memory of the device that it must fit in.
     """
     if isinstance(data, Mapping):
@@ -571,12 +575,13 @@ def _memory_over_time(samples: list, events: list, limit, title: str) -> Drawing
     peak = max(sum(s.n_bytes.values()) for s in samples)
     size, unit = unit_of(max(peak, limit or 0))
     height = 2.3 if len(ranks) == 1 else 1.35 * len(ranks)
-    figure = new_figure(0.7 + height, f"memory over time of {len(ranks)} ranks")
+    figure = new_figure(0.7 + height, f"memory over time of {_ranks(len(ranks))}")
     panels = figure.subplots(len(ranks), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     top = max(peak * 1.18, (limit or 0) * 1.08) / size
-    strip = 0.07 * top if events else 0.0
+    strip = 0.1 * top if events else 0.0
+    ms_per_inch = (end - origin) * 1e3 / (WIDTH - 0.7)
     for ax, rank in zip(panels, ranks, strict=True):
-        mine = _thin([s for s in samples if s.rank == rank], origin, end)
+        mine = _thin([s for s in samples if s.rank == rank], origin, end, most=max(80, 240 // len(ranks)))
         x = [(s.time - origin) * 1e3 for s in mine] + [(end - origin) * 1e3]
         levels = [[s.n_bytes.get(k, 0) / size for s in [*mine, mine[-1]]] for k in kinds]
         ax.stackplot(x, levels, colors=[KINDS.get(k, GREY) for k in kinds], step="post", linewidth=0)
@@ -589,24 +594,30 @@ def _memory_over_time(samples: list, events: list, limit, title: str) -> Drawing
             ax.axhline(limit / size, color=VERMILLION, linewidth=1.4, linestyle="--")
             text = f"limit {number(limit / size)} {unit}"
             say(ax, x[-1], limit / size, text, color=VERMILLION, ha="right", va="bottom")
-        by_phase: dict[str, list] = {}
-        for e in events:
-            if e.rank == rank and e.lane == "compute":
-                box = ((e.start - origin) * 1e3, (e.end - origin) * 1e3, -strip, -0.15 * strip)
-                by_phase.setdefault(_phase(e), []).append(box)
-        for phase, boxes in by_phase.items():
-            ax.add_patch(PathPatch(boxes_path(boxes), facecolor=PHASES.get(phase, GREY), edgecolor="none"))
+        for phase, a, b in _runs([e for e in events if e.rank == rank and e.lane == "compute"]):
+            a, b, colour = (a - origin) * 1e3, (b - origin) * 1e3, PHASES.get(phase, GREY)
+            ax.add_patch(Rectangle((a, -strip), b - a, 0.8 * strip, facecolor=colour))
+            if _fits(phase, b - a, ms_per_inch):
+                say(ax, (a + b) / 2, -0.6 * strip, phase, 7, color=ink_on(colour))
         ax.set(xlim=(0, x[-1]), ylim=(-1.15 * strip, top), ylabel=unit)
         ax.set_title(f"rank {rank}" if len(ranks) > 1 else "")
     panels[-1].set_xlabel("ms")
-    phases = [p for p in PHASES if any(_phase(e) == p for e in events if e.lane == "compute")]
-    handles = _kind_handles(list(reversed(kinds)))
-    strips = [Patch(facecolor=PHASES[p], edgecolor=INK, linewidth=0.4, label=f"{p} (strip)") for p in phases]
-    legend(figure, [*handles, *strips], title)
+    legend(figure, _kind_handles(kinds), title)
     return figure
 
 
-def _thin(samples: list, origin: float, end: float, most: int = 220) -> list:
+def _runs(events: list) -> list[tuple[str, float, float]]:
+    """(phase, start, end) of each stretch of events of one phase."""
+    runs: list[tuple[str, float, float]] = []
+    for e in sorted(events, key=lambda e: e.start):
+        if runs and runs[-1][0] == _phase(e):
+            runs[-1] = (runs[-1][0], runs[-1][1], max(runs[-1][2], e.end))
+        else:
+            runs.append((_phase(e), e.start, e.end))
+    return runs
+
+
+def _thin(samples: list, origin: float, end: float, most: int) -> list:
     """At most `most` samples: the highest of each slice of time, so that no peak is lost."""
     if len(samples) <= most:
         return samples
@@ -645,7 +656,7 @@ def traffic(data, title: str = "") -> Drawing:
     side = max(1.5, cell * n)
     figure = new_figure(max(side + 0.75, 0.38 * len(sent) + 1.0), "", width=WIDTH if sent else side + 1.1)
     total_size, total_unit = unit_of(sum(map(sum, pairs)))
-    figure.alt = f"traffic of {n} ranks: {number(sum(map(sum, pairs)) / total_size)} {total_unit}"
+    figure.alt = f"traffic of {_ranks(n)}: {number(sum(map(sum, pairs)) / total_size)} {total_unit}"
     if sent:
         table, bars = figure.subplots(1, 2, width_ratios=[side + 0.4, max(2.0, WIDTH - side - 2.2)])
     else:
@@ -781,7 +792,7 @@ def plan(
     idle = 1 - sum(c[2] for c in cells) / max(1, len(rows) * n_columns)
     size = min(0.4, (WIDTH - 0.9) / max(n_columns, 1))
     height = max(size, 0.22)
-    alt = f"pipeline plan of {len(rows)} ranks in {n_columns} slots, {idle:.0%} bubble"
+    alt = f"pipeline plan of {_ranks(len(rows))} in {n_columns} slots, {idle:.0%} bubble"
     figure = new_figure(0.75 + height * len(rows) + 0.2 * bool(title), alt, max(5.0, size * n_columns + 0.9))
     ax = figure.add_subplot()
     ax.add_patch(Rectangle((0, 0), n_columns, len(rows), facecolor=IDLE, edgecolor="none"))

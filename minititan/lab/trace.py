@@ -595,6 +595,8 @@ class _MemoryWatch(TorchDispatchMode):
             if n_bytes != before:
                 held[serial] = n_bytes
                 now[kind] = now.get(kind, 0) + n_bytes - before
+                if result and result[-1].time == moment:
+                    result.pop()
                 result.append(MemorySample(rank, moment, dict(now)))
         return result
 
@@ -635,6 +637,8 @@ def watch_memory(
                         watch.note(t, "optimizer")
 
     note_state()
+    now = time.monotonic()
+    watch.log = [(now, serial, n_bytes) for _, serial, n_bytes in watch.log]  # all that was there: one sample
     hooks = [] if optimizer is None else [optimizer.register_step_pre_hook(note_state)]
     torch.UntypedStorage.resize_ = observed_resize
     try:
