@@ -1,0 +1,231 @@
+"""The loop around the techniques: command line, refusals, what is shown, and what happens when numbers break."""
+
+import csv
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import minititan.train
+from minititan.grad_clip import clip_grad_norm_
+from minititan.lab.launch import launch
+from minititan.model import PRESETS, ModelConfig, count_parameters
+from minititan.train import ParallelConfig, TrainConfig, build_optimizer, check, lr_at, parse, train
+
+TINY = ModelConfig(256, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48)
+CONFIG = TrainConfig(
+    model=TINY, steps=4, global_batch=8, seq_len=16, warmup_steps=1, eval_batches=1, log_every=2, data=csv.__file__
+)  # fmt: skip
+REPO = Path(__file__).parents[1]
+
+
+def run(*command: str) -> subprocess.CompletedProcess:
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    return subprocess.run(
+        [sys.executable, *command], cwd=REPO, env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+TINY_ARGUMENTS = (
+    "--model.dim 32 --model.n-layers 2 --model.n-heads 4 --model.n-kv-heads 2 --model.ffn-dim 48 "
+    f"--steps 4 --global-batch 8 --seq-len 16 --eval-batches 1 --data {csv.__file__}"
+).split()
+
+# ------------------------------------------------------------------------------------------------- command line
+
+
+def test_options_start_from_the_preset():
+    arguments = "--preset llama3-8b --model.n-layers 2 --parallel.dp-shard 2 --parallel.tp 2 --steps 7"
+    config = parse(arguments.split())
+    assert config.model == replace(PRESETS["llama3-8b"], n_layers=2)
+    assert config.parallel == ParallelConfig(dp_shard=2, tp=2) and config.steps == 7
+    assert parse([]) == TrainConfig()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("--preset llama9", "llama3-405b"),
+        ("--model.dim 63", "dim 63"),
+        ("--step 5", "--steps"),
+        ("--dtype float8", "bfloat16"),
+    ],
+)
+def test_options_that_do_not_exist(arguments, told, capsys):
+    with pytest.raises(SystemExit) as end:
+        parse(arguments.split())
+    output = capsys.readouterr()
+    assert end.value.code == 2 and told in " ".join((output.out + output.err).replace("│", " ").split())
+
+
+def test_torchrun_trains_and_ends_cleanly(tmp_path):
+    arguments = [
+        *TINY_ARGUMENTS,
+        "--parallel.dp-shard",
+        "-1",
+        "--parallel.tp",
+        "2",
+        "--csv",
+        str(tmp_path / "a.csv"),
+    ]
+    done = run("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "minititan.train", *arguments)
+    assert done.returncode == 0, done.stderr
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert last["layout"] == "dp_replicate 1 × dp_shard 1 × tp 2" and last["steps"] == 4
+    assert last["loss_first"] == pytest.approx(5.55, abs=0.05) and last["loss_last"] < last["loss_first"]
+    assert last["held_back_last"] < last["held_back_first"] and last["tokens_per_s"] > 0
+    assert done.stdout.count("step     0") == 1  # rank 0 only
+    assert len((tmp_path / "a.csv").read_text().splitlines()) == 5
+    assert "Traceback" not in done.stderr
+
+
+def test_one_plain_process_trains():
+    done = run("-m", "minititan.train", *TINY_ARGUMENTS, "--log-every", "0")
+    assert done.returncode == 0 and done.stderr == ""
+    assert json.loads(done.stdout)["held_back_last"] < 5.55  # nothing else is printed
+
+
+def test_a_layout_that_does_not_fit_ends_before_a_group_is_made():
+    done = run("-m", "minititan.train", *TINY_ARGUMENTS, "--parallel.tp", "3")
+    assert done.returncode == 1 and "tp 3 = 3 ranks, which does not divide the 1 ranks" in done.stderr
+
+
+# ------------------------------------------------------------------------------------------------- refusals
+
+REFUSED = [
+    ({"parallel": ParallelConfig(pp=2)}, 8, ["pp 2: not composed yet", "dp_replicate × dp_shard × tp", "8 ranks"]),
+    ({"parallel": ParallelConfig(cp=2, pp=2)}, 8, ["pp 2, cp 2: not composed yet"]),
+    ({"parallel": ParallelConfig(ep=2)}, 8, ["ep 2: not composed yet"]),
+    ({"parallel": ParallelConfig(dp_shard=-1, tp=8)}, 4, ["tp 8", "4 ranks"]),
+    ({"parallel": ParallelConfig(tp=4)}, 4, ["n_kv_heads 2", "4"]),
+    ({"global_batch": 12}, 8, ["global_batch 12", "dp_shard 8 × accumulate 1 = 8", "use global_batch 16"]),
+    ({"global_batch": 8, "accumulate": 3}, 2, ["dp_shard 2 × accumulate 3 = 6", "use global_batch 12"]),
+    ({"seq_len": 9000}, 1, ["seq_len 9000", "max_seq_len 8192"]),
+    ({"model": replace(TINY, vocab_size=100)}, 1, ["vocab_size 100", "256"]),
+    ({"steps": 0}, 1, ["steps=0"]),
+    ({"lr": -1.0}, 1, ["lr=-1.0"]),
+    ({"max_norm": math.nan}, 1, ["max_norm=nan"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "world_size", "pieces"), REFUSED, ids=[str(c) for c, *_ in REFUSED])
+def test_refused_with_all_numbers(change, world_size, pieces):
+    with pytest.raises(ValueError) as error:
+        check(replace(CONFIG, **change), world_size)
+    assert all(piece in str(error.value) for piece in pieces), str(error.value)
+
+
+def test_refused_on_ranks_before_any_group_is_made():
+    def ask():
+        before = len(dist.distributed_c10d._world.pg_map)
+        with pytest.raises(ValueError, match="not composed yet"):
+            train(replace(CONFIG, parallel=ParallelConfig(cp=2)))
+        return len(dist.distributed_c10d._world.pg_map) - before
+
+    assert launch(ask, ranks=2) == [0, 0]
+
+
+# ------------------------------------------------------------------------------------------------- the loop
+
+
+def test_learning_rate_rises_then_falls_to_zero_after_the_last_step():
+    config = TrainConfig(steps=10, warmup_steps=4, lr=1.0)
+    rates = [lr_at(step, config) for step in range(11)]
+    assert rates[:4] == pytest.approx([0.2, 0.4, 0.6, 0.8])
+    assert rates[4:] == pytest.approx([1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0])
+    assert [lr_at(step, replace(config, schedule="constant")) for step in (3, 4, 9)] == pytest.approx(
+        [0.8, 1, 1]
+    )
+    assert lr_at(0, replace(config, warmup_steps=0)) == 1.0
+
+
+def test_what_is_shown_logged_and_returned(tmp_path, capsys):
+    def both(path):
+        plain = train(replace(CONFIG, csv=path, parallel=ParallelConfig(tp=2)))
+        mixed = train(replace(CONFIG, compute_dtype="bfloat16", accumulate=2, log_every=0))
+        narrow = train(replace(CONFIG, dtype="bfloat16", log_every=0))
+        return plain, mixed, narrow
+
+    (plain, mixed, narrow), (other, *_) = launch(both, str(tmp_path / "log.csv"), ranks=2, timeout=120)
+    assert other.losses == plain.losses and other.grad_norms == plain.grad_norms  # global on every rank
+    assert plain.n_parameters == mixed.n_parameters == count_parameters(TINY)
+    assert (
+        mixed.losses == pytest.approx(plain.losses, rel=2e-2) == narrow.losses
+        and mixed.losses != plain.losses
+    )
+
+    rows = list(csv.DictReader((tmp_path / "log.csv").read_text().splitlines()))
+    assert [float(row["loss"]) for row in rows] == plain.losses
+    assert [float(row["grad_norm"]) for row in rows] == plain.grad_norms
+    assert [row["tokens"] for row in rows] == [str(8 * 16 * n) for n in (1, 2, 3, 4)]
+    assert [float(row["lr"]) for row in rows] == [lr_at(step, CONFIG) for step in range(4)]
+    assert [row["held_back"] for row in rows] == [
+        str(plain.held_back_first),
+        "",
+        "",
+        str(plain.held_back_last),
+    ]
+    assert all(row["mfu"] == "" and float(row["tokens_per_s"]) > 0 for row in rows)
+
+    shown = [line for line in capsys.readouterr().out.splitlines() if "step " in line]
+    assert [line.split("step")[1].split()[0] for line in shown] == ["0", "2", "3"]
+    assert f"loss {plain.losses[0]:.4f}" in shown[0]
+
+
+def test_a_broken_number_stops_all_ranks_before_the_optimizer_step():
+    def run_until_it_breaks(where):
+        moments, values = [], {}
+
+        def watch(moment, step, model):
+            moments.append((moment, step))
+            if (moment, step) == ("updated", 1):
+                if where == "loss" and dist.get_rank() == 1:
+                    model.output.weight.data.to_local().fill_(math.nan)  # one shard of one rank
+                values.update({name: p.to_local().clone() for name, p in model.named_parameters()})
+                values["model"] = model
+
+        def clip(parameters, max_norm):  # the gradients of one rank overflow after a loss that is finite
+            parameters = list(parameters)
+            if where == "gradient norm" and dist.get_rank() == 1 and ("updated", 1) in moments:
+                parameters[-1].grad.to_local().mul_(math.inf)
+            return clip_grad_norm_(parameters, max_norm)
+
+        minititan.train.clip_grad_norm_ = clip
+        with pytest.raises(FloatingPointError) as error:
+            train(replace(CONFIG, log_every=0), watch)
+        model = values.pop("model")
+        same = all(
+            torch.equal(values[name].nan_to_num(), p.to_local().nan_to_num())
+            for name, p in model.named_parameters()
+        )
+        return str(error.value), moments[-1], same
+
+    for where in ("loss", "gradient norm"):
+        for told, last, same in launch(run_until_it_breaks, where, ranks=2):
+            assert f"step 2: the {where} is" in told and ("nan" in told or "inf" in told)
+            assert "before the optimizer step" in told and "lower lr (now 0.00667, at most 0.01)" in told
+            assert last == ("updated", 1) and same  # and step 2 changed nothing
+
+
+def test_a_group_for_each_mesh_so_that_the_fused_kernel_takes_it():
+    def count():
+        groups = {}
+
+        def watch(moment, step, model):
+            groups[moment] = [len(group["params"]) for group in build_optimizer(model, CONFIG).param_groups]
+
+        train(replace(CONFIG, steps=1, log_every=0, parallel=ParallelConfig(dp_shard=2, tp=2)), watch)
+        train(
+            replace(CONFIG, steps=1, log_every=0, parallel=ParallelConfig(dp_shard=1, dp_replicate=2, tp=2))
+        )
+        return groups["updated"]
+
+    # 2 layers of 7 matrices and the two ends lie on fsdp × tp, 5 norms on fsdp
+    assert sorted(launch(count, ranks=4, timeout=120)[0]) == [5, 16]
