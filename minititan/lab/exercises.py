@@ -416,6 +416,66 @@ def _(answer):
 
 # === 01 mesh and DTensor =======================================================================================
 
+
+exercise(
+    "01.group_of",
+    on_calls(
+        [
+            ((5, 0, (2, 4)), [1, 5]),
+            ((5, 1, (2, 4)), [4, 5, 6, 7]),
+            ((6, 1, (2, 2, 2)), [4, 6]),
+            ((0, 0, (3, 5)), [0, 5, 10]),
+            ((17, 1, (2, 3, 4)), [13, 17, 21]),
+            ((3, 1, (4, 1)), [3]),
+        ]
+    ),
+    hint="along an axis, neighbours are as many ranks apart as all later axes have together",
+)
+
+exercise(
+    "01.algebra",
+    equals(
+        {
+            "x.T, x is S(0)": "S(1)",
+            "x.sum(dim=0), x is S(0)": "P",
+            "x + y, both P": "P",
+            "x * y, both P": "no",
+            "x.relu(), x is P": "no",
+            "x.relu(), x is S(1)": "S(1)",
+            "x.softmax(dim=1), x is S(1)": "no",
+            "x.softmax(dim=1), x is S(0)": "S(0)",
+        }
+    ),
+    hint="S: does a number need others from along the cut dim? P: is f of a sum the sum of the f's?",
+)
+
+
+@exercise("01.rows_to_columns", hint="cut your rows into n blocks of columns: block r is what rank r lacks")
+def _(answer):
+    from minititan.lab.launch import launch
+    from minititan.lab.trace import recording, traffic
+
+    whole = torch.arange(8 * 12, dtype=torch.float64).view(8, 12)
+
+    def on_rank():
+        import torch.distributed as dist
+
+        with recording() as events:
+            columns = answer(whole.chunk(4, 0)[dist.get_rank()].clone())
+        return columns, events
+
+    results = launch(on_rank, ranks=4, device="cpu", timeout=30)
+    if any(_is_stub(columns) for columns, _ in results):
+        raise NotSolvedYet
+    said = compare([columns for columns, _ in results], list(whole.chunk(4, 1)))
+    if not isinstance(said, Right):
+        return said
+    sent, least = traffic([events for _, events in results]).total / 4, 3 / 16 * whole.nbytes
+    if sent > least:
+        return f"right, but each rank sends {sent:.0f} bytes; {least:.0f} are enough"
+    return Right(f"right, with {sent:.0f} bytes sent by each rank, the fewest possible")
+
+
 # === 02 meta init ==============================================================================================
 
 # === 04 FSDP2 ==================================================================================================
