@@ -122,7 +122,8 @@ def mesh(
     lines = math.ceil(len(panels) / per_line)
     left = 0.55 if row else 0.05
     width = per_line * panel_w - 0.7 + left + arrow
-    height = lines * panel_h + 0.15
+    top = 0.02 if outer else -0.27
+    height = lines * panel_h - 0.12 - top
     scale = min(0.82, WIDTH / width)
     said = " x ".join(f"{n} {s}" for n, s in real.items())
     alt = f"mesh of {_ranks(len(order))}: {said}"
@@ -130,7 +131,7 @@ def mesh(
     figure = new_figure(height * scale + head + 0.05, alt, width=width * scale + 0.05)
     figure.set_layout_engine("none")
     ax = figure.add_axes((0, 0, 1, 1 - head / figure.get_figheight()))
-    ax.set(xlim=(-left, width - left), ylim=(height - 0.27, -0.27), aspect="equal", anchor="NW")
+    ax.set(xlim=(-left, width - left), ylim=(height + top, top), aspect="equal", anchor="NW")
     ax.axis("off")
     legend(figure, (), title)
 

@@ -18,7 +18,9 @@ A judge takes the answer. It returns None or a `Right` (solved), or a sentence t
 """
 
 import difflib
+import dis
 import html
+import inspect
 import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -286,7 +288,20 @@ def _factor(got: Tensor, want: Tensor, slack: float) -> str | None:
 
 
 def _is_stub(answer: Any) -> bool:
-    return answer is None or answer is ... or answer is NotImplemented or answer is NotImplementedError
+    if isinstance(answer, list | tuple) and any(part is ... for part in answer):
+        return True
+    return any(answer is s for s in (None, ..., NotImplemented, NotImplementedError)) or _does_nothing(answer)
+
+
+def _does_nothing(function: Any) -> bool:
+    """Whether a function only returns None or `...`, or raises NotImplementedError first: no ranks are needed to see it."""
+    if not inspect.isfunction(function):
+        return False
+    steps = [i for i in dis.get_instructions(function) if i.opname not in ("RESUME", "NOP", "COPY_FREE_VARS")]
+    if steps and steps[0].opname == "LOAD_GLOBAL" and steps[0].argval == "NotImplementedError":
+        return True
+    plain = all(i.opname in ("LOAD_CONST", "POP_TOP", "RETURN_VALUE", "RETURN_CONST") for i in steps)
+    return plain and all(i.argval in (None, ...) for i in steps if i.opname.endswith("_CONST"))
 
 
 def _says_not_implemented(error: BaseException) -> bool:

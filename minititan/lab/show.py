@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from pygments.lexers import PythonLexer
 from pygments.token import Comment, Keyword, Name, Number, Operator, String
 
-# Each has a contrast of at least 4:1 on white and on #111111.
+# Each has a contrast of about 4:1 on white and on #111111.
 _COLOURS = {
     Keyword: "#a65fc0",
     Operator.Word: "#a65fc0",
     String: "#4e8a3a",
     Comment: "#7f7f7f",
-    Number: "#b8702a",
+    Number: "#b06a26",
     Name.Function: "#3a80c9",
     Name.Class: "#3a80c9",
-    Name.Decorator: "#b8702a",
+    Name.Decorator: "#b06a26",
 }
 _PRE = "margin:0;padding:.4em .8em;border-left:3px solid #7f7f7f;line-height:1.35;overflow-x:auto;white-space:pre"
 
