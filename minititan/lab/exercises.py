@@ -493,6 +493,50 @@ def _(answer):
 
 # === 02 meta init ==============================================================================================
 
+
+@exercise("02.peak_gb", hint="4 bytes a number; a 64th of the parameters, and the embedding whole")
+def _(answer):
+    shards, whole = 4 * 70_553_706_496 / 64 / 1e9, 4 * 128_256 * 8_192 / 1e9
+    if _is_numeric(answer) and _as_tensor(answer).dim() == 0:
+        if abs(float(answer) - shards) < 0.05:
+            return "those are the shards; a full parameter is there beside them for a moment"
+        if abs(float(answer) - 64 * shards) < 0.5:
+            return "that is the whole model: each of 64 ranks holds a 64th"
+        if abs(float(answer) - (shards + whole) * 1e9 / 2**30) < 0.02:
+            return "those are GiB (2**30 bytes), asked for are GB (10**9)"
+    return compare(answer, shards + whole, 0.01)
+
+
+@exercise("02.seed_from", hint="Python salts hash() anew in every process; hashlib does not")
+def _(answer):
+    from minititan.lab.launch import launch
+
+    names = [f"layers.{i}.attention.w{x}.weight" for i in range(20) for x in "qkvo"]
+    asked = [(name, seed) for name in names for seed in (0, 1)]
+    here = [ask(answer, *one) for one in asked]
+    there = launch(lambda: [answer(*one) for one in asked], ranks=1, device="cpu", timeout=30)[0]
+    if wrong := next((v for v in here if not isinstance(v, int) or not 0 <= v < 2**63), None):
+        return f"an integer in [0, 2**63) is asked for, not {_short(wrong)}"
+    if here != there:
+        return f"two processes disagree about {asked[0]}: {_short(here[0])} here and {_short(there[0])} there"
+    if len(set(here)) < len(here):
+        return f"{len(here) - len(set(here))} of {len(here)} pairs of a name and a seed share their value with another"
+    return Right(f"{len(here)} values, all different, the same in two processes")
+
+
+exercise(
+    "02.my_rows",
+    on_calls(
+        [
+            ((16, 0, 0, 2, 2), (0, 4)),
+            ((16, 1, 0, 2, 2), (4, 8)),
+            ((16, 0, 1, 2, 2), (8, 12)),
+            ((64, 3, 1, 4, 2), (56, 64)),
+        ]
+    ),
+    hint="TP cuts first: which block does tp own? then fsdp's part of that block",
+)
+
 # === 04 FSDP2 ==================================================================================================
 
 exercise(
