@@ -189,10 +189,14 @@ def cut_dim(name: str) -> int | None:
 def apply_tensor_parallel_by_hand(model: nn.Module, group: Group = None) -> nn.Module:
     """Megatron on a Llama with Meta's names, in place: plain parts for weights, f and g as hooks, and that is all.
 
-    Every rank holds the same model before. Its logits come out cut by vocabulary, for the cross entropy above.
+    Every rank holds the same real weights before. The logits come out cut by vocabulary, for the cross entropy above.
     """
     n, rank = dist.get_world_size(group), dist.get_rank(group)
     check_tensor_parallel(n, **_sizes(model))
+    if any(p.is_meta for p in model.parameters()):
+        raise ValueError(
+            "the weights are on meta: a part by hand is a plain tensor, so materialize them first"
+        )
     parts: dict[nn.Parameter, nn.Parameter] = {}  # a tied weight is cut once
     for path, module in model.named_modules():
         kind = path.rpartition(".")[2]

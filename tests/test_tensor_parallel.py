@@ -383,6 +383,8 @@ def test_mistakes_are_told():
         model = Transformer(small)
         model.layers["0"].attention.q_norm = nn.RMSNorm(4)
         refused("inside", model, mesh["tp"])
+        with pytest.raises(ValueError, match="materialize them first"):
+            tp.apply_tensor_parallel_by_hand(on_meta(lambda: Transformer(small)))
         model = tp.apply_tensor_parallel(Transformer(small), mesh["tp"], sequence_parallel=True)
         with pytest.raises(ValueError) as raised:
             model(torch.zeros(2, 7, dtype=torch.long))
