@@ -139,7 +139,7 @@ def test_every_layout_starts_from_bitwise_the_weights_of_one_process():
         different, met, n_here = [], set(), 0
         for name, p in model.named_parameters():
             full = p.full_tensor() if isinstance(p, DTensor) else p
-            if not torch.equal(full, expected[name]) or p.requires_grad != expected[name].requires_grad:
+            if not torch.equal(full, expected[name]) or p.requires_grad == (name == "layers.1.up.weight"):
                 different.append(name)
             met.add("".join(str(placement) for placement in getattr(p, "placements", ())))
             n_here += (p.to_local() if isinstance(p, DTensor) else p).numel()
