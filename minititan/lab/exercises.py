@@ -620,7 +620,8 @@ def _(answer):
         n, rank = dist.get_world_size(), dist.get_rank()
         x, w, bias = given()
         bias.requires_grad_()
-        y = answer(x.chunk(n, -1)[rank].contiguous(), w.chunk(n, 1)[rank].contiguous(), bias)
+        x, w = (t.contiguous().requires_grad_() for t in (x.chunk(n, -1)[rank], w.chunk(n, 1)[rank]))
+        y = answer(x, w, bias)
         if _is_stub(y):
             return None
         y.sum().backward()
