@@ -447,22 +447,25 @@ exercise(
     hint="along an axis, neighbours are as many ranks apart as all later axes have together",
 )
 
-exercise(
+
+@exercise(
     "01.algebra",
-    equals(
-        {
-            "x.T, x is S(0)": "S(1)",
-            "x.sum(dim=0), x is S(0)": "P",
-            "x + y, both P": "P",
-            "x * y, both P": "no",
-            "x.relu(), x is P": "no",
-            "x.relu(), x is S(1)": "S(1)",
-            "x.softmax(dim=1), x is S(1)": "no",
-            "x.softmax(dim=1), x is S(0)": "S(0)",
-        }
-    ),
     hint="S: does a number need others from along the cut dim? P: is f of a sum the sum of the f's?",
 )
+def _(answer):
+    expected = {
+        "x.T, x is S(0)": "S(1)",
+        "x.sum(dim=0), x is S(0)": "P",
+        "x + y, both P": "P",
+        "x * y, both P": "no",
+        "x.relu(), x is P": "no",
+        "x.relu(), x is S(1)": "S(1)",
+        "x.softmax(dim=1), x is S(1)": "no",
+        "x.softmax(dim=1), x is S(0)": "S(0)",
+    }
+    if isinstance(answer, Mapping) and any(value is ... for value in answer.values()):
+        raise NotSolvedYet
+    return compare(answer, expected)
 
 
 @exercise("01.rows_to_columns", hint="cut your rows into n blocks of columns: block r is what rank r lacks")
