@@ -151,6 +151,7 @@ def _kill_group(pid: int) -> None:
 def _preload() -> None:
     """Import what ranks need, and run nothing."""
     import torch
+    import torch._dynamo  # fully_shard imports it at its first call: a second of every rank's time
     import torch.distributed.fsdp
     import torch.distributed.tensor.parallel  # noqa: F401
 
