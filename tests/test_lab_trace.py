@@ -51,6 +51,10 @@ class Net(nn.Module):
         return self.output(x) * 1.0
 
 
+def without_waits(events):
+    return [e for e in events if e.lane != "wait"]
+
+
 def every_collective():
     rank, n = dist.get_rank(), dist.get_world_size()
     pair = dist.new_group([0, 1], group_desc="pair")
@@ -76,23 +80,37 @@ def every_collective():
         if rank < 2:
             dist.all_reduce(x.double(), group=pair)
         dist.barrier()
-    return events
+    return without_waits(events)
 
 
 def late_rank():
-    """Rank 3 is late; the others have issued, see that it is complete, and wait for it only 0.2 s after that."""
-    rank = dist.get_rank()
+    """Rank 3 calls when all others have; they see that it is complete, and wait for it only 0.2 s after that."""
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
     dist.barrier()
     with recording() as events:
-        if rank == 3:
-            time.sleep(0.3)
+        while rank == 3 and store.add("issued", 0) < 3:
+            time.sleep(0.01)
         work = dist.all_reduce(torch.ones(4), async_op=True)
+        store.add("issued", 1)
         while not work.is_completed():
             time.sleep(0.01)
         time.sleep(0.2)
         waited_at = time.monotonic()
         work.wait()
-    return events, waited_at
+    return without_waits(events), waited_at
+
+
+def blocked():
+    """Rank 1 is 0.4 s late, and rank 0 waits for it: in a plain collective, and in a functional one."""
+    from torch.distributed import _functional_collectives as funcol
+
+    dist.barrier()
+    with recording() as events:
+        for call in (dist.all_reduce, lambda x: funcol.all_reduce(x, "sum", dist.group.WORLD) + 0):
+            dist.barrier()
+            time.sleep(0.4 * dist.get_rank())
+            call(torch.ones(4))
+    return events
 
 
 def never_waited():
@@ -112,7 +130,7 @@ def ring_of_p2p():
         ]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
-    return events
+    return without_waits(events)
 
 
 def functional_and_dtensor():
@@ -134,7 +152,7 @@ def functional_and_dtensor():
             DTensor.from_local(local, mesh["tp"], [Partial()]).redistribute(placements=[Shard(0)]).to_local()
             + 0
         )
-    return events, total, whole, part
+    return without_waits(events), total, whole, part
 
 
 def fsdp_step():
@@ -196,6 +214,17 @@ def test_an_async_collective_ends_when_it_is_complete_not_when_issued_nor_when_w
         assert event.start < late.start, "the clocks of the ranks are comparable"
         assert event.end >= late.start, "nobody can finish before the last rank has called"
         assert event.end < waited_at - 0.15, "it ends when it is complete, not when somebody waits for it"
+
+
+def test_the_time_in_which_a_rank_is_blocked_is_a_wait():
+    events = launch(blocked, ranks=2)[0]
+    waits, collectives = (
+        [e for e in events if (e.lane, e.name) == (lane, "all_reduce")] for lane in ("wait", "communication")
+    )
+    assert len(waits) == len(collectives) == 2
+    for wait, collective in zip(waits, collectives, strict=True):
+        assert wait.phase == "wait" and wait.duration > 0.1
+        assert collective.start <= wait.start and wait.end >= collective.end - 0.05
 
 
 def test_a_collective_that_nobody_waits_for_is_recorded():

@@ -376,7 +376,9 @@ def timeline(
     title: str = "",
     names: bool = True,
 ) -> Drawing:
-    """A block a rank, a lane for compute and one for communication; grey is idle, the share of busy time at the right.
+    """A block a rank, a lane for compute and one for communication; at the right the share of time that each is busy.
+
+    Light grey is idle. Dark grey: compute is blocked until a collective is over, the communication that is not hidden.
 
     events: anything with rank, lane, name, start, end (seconds) and perhaps phase; flat, or one list a rank.
     window: (from, to) in ms after the first event.   ranks: only these.   names: write an event's name where it fits.
@@ -396,6 +398,10 @@ def timeline(
         if b >= low and a <= high:
             bars.append((e.rank, e.lane, max(a, low), min(b, high), e))
     order = {"compute": 0, "communication": 1}
+    blocked = {
+        rank: sorted((a, b) for r, lane, a, b, _ in bars if (r, lane) == (rank, "wait")) for rank, *_ in bars
+    }
+    bars = [bar for bar in bars if bar[1] != "wait"]
     lanes = sorted({lane for _, lane, *_ in bars}, key=lambda lane: (order.get(lane, 2), lane))
     shown = sorted({rank for rank, *_ in bars})
 
@@ -427,16 +433,25 @@ def timeline(
             ticks.append(y + n_rows[lane] / 2)
             marks.append({"communication": "comm."}.get(lane, lane))
             placed = rows[rank, lane]
+            holes = blocked[rank] if lane == "compute" else []
+            busy = []
             for row, depth, (_, _, a, b, e) in placed:
                 inset = 0.06 + 0.14 * depth
-                box = (a, max(b, a + 0.008 * ms_per_inch), y + row + inset, y + row + 1 - inset)
-                by_phase.setdefault(_phase(e), []).append((depth, box))
+                top, bottom = y + row + inset, y + row + 1 - inset
+                parts = _without(a, b, holes)
+                busy += parts
+                boxes = [(p, max(q, p + 0.008 * ms_per_inch), top, bottom) for p, q in parts]
+                by_phase.setdefault(_phase(e), []).extend((depth, box) for box in boxes)
                 text = e.name.rpartition(".")[2] if _family(e) in tight else e.name
-                if names and _fits(text, b - a, ms_per_inch):
-                    spot = (box[0] + box[1]) / 2, (box[2] + box[3]) / 2
-                    say(ax, *spot, text, 7, color=ink_on(PHASES.get(_phase(e), GREY)), zorder=9)
-            busy = _covered([(a, b) for _, _, (_, _, a, b, _) in placed]) / max(high - low, 1e-12)
-            say(ax, 1.008, y + n_rows[lane] / 2, f"{busy:4.0%}", 7.5, transform=beside, ha="left")
+                p, q = max(parts, key=lambda part: part[1] - part[0], default=(a, a))
+                if names and _fits(text, q - p, ms_per_inch):
+                    ink = ink_on(PHASES.get(_phase(e), GREY))
+                    say(ax, (p + q) / 2, (top + bottom) / 2, text, 7, color=ink, zorder=9)
+            if holes:
+                boxes = ((0, (a, b, y + 0.06, y + 0.94)) for a, b in holes)
+                by_phase.setdefault("wait", []).extend(boxes)
+            share = _covered(busy) / max(high - low, 1e-12)
+            say(ax, 1.008, y + n_rows[lane] / 2, f"{share:4.0%}", 7.5, transform=beside, ha="left")
             y += n_rows[lane]
     say(ax, 1.008, -0.35, "busy", 7.5, transform=beside, ha="left")
     for phase, boxes in by_phase.items():
@@ -485,6 +500,16 @@ def _covered(intervals: list[tuple[float, float]]) -> float:
         total += max(0.0, b - max(a, reached))
         reached = max(reached, b)
     return total
+
+
+def _without(a: float, b: float, holes: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The parts of [a, b] outside of sorted `holes`."""
+    parts = []
+    for low, high in holes:
+        if a < high and low < b:
+            parts.append((a, low))
+            a = high
+    return [(p, q) for p, q in [*parts, (a, b)] if p < q]
 
 
 def _family(e) -> str:
@@ -552,10 +577,18 @@ def _memory_bars(data: Mapping[str, Mapping[str, float]], limit, title: str) -> 
                     box = {"boxstyle": "square,pad=0.15", "facecolor": colour, "edgecolor": "none"}
                     say(ax, left + value / 2, y, number(value), color=ink_on(colour), bbox=box)
                 left += value
-        say(ax, left + largest / size * 0.012, y, f"{number(left)} {unit}", 9, weight="bold", ha="left")
+        box = {
+            "boxstyle": "square,pad=0.1",
+            "facecolor": "white",
+            "edgecolor": "none",
+        }  # over the limit's line
+        spot = left + largest / size * 0.012
+        say(ax, spot, y, f"{number(left)} {unit}", 9, weight="bold", ha="left", bbox=box)
     if limit:
         ax.axvline(limit / size, color=VERMILLION, linewidth=1.4, linestyle="--")
-        say(ax, limit / size, -0.6, f"limit {number(limit / size)} {unit} ", color=VERMILLION, ha="right")
+        right = limit < largest / 2
+        text = f" limit {number(limit / size)} {unit} "
+        say(ax, limit / size, -0.62, text, color=VERMILLION, ha="left" if right else "right")
     ax.set(ylim=(len(data) - 0.45, -0.7 if limit else -0.55), xlim=(0, largest * 1.12 / size), xlabel=unit)
     ax.set_yticks(range(len(data)), list(data))
     ax.tick_params(axis="y", length=0)
@@ -655,7 +688,8 @@ def traffic(data, title: str = "") -> Drawing:
     size, unit = unit_of(largest)
     cell = min(0.52, 4.6 / n)
     side = max(1.5, cell * n)
-    figure = new_figure(max(side + 0.75, 0.38 * len(sent) + 1.0), "", width=WIDTH if sent else side + 1.1)
+    height = max(side + 0.75, 0.38 * len(sent) + 1.0) + (0.25 if title else 0)
+    figure = new_figure(height, "", width=WIDTH if sent else side + 1.1)
     total_size, total_unit = unit_of(sum(map(sum, pairs)))
     figure.alt = f"traffic of {_ranks(n)}: {number(sum(map(sum, pairs)) / total_size)} {total_unit}"
     if sent:
@@ -676,7 +710,8 @@ def traffic(data, title: str = "") -> Drawing:
     table.set_yticks([i + 0.5 for i in range(n)], range(n))
     table.tick_params(length=0)
     table.spines[:].set_visible(False)
-    table.set_title(f"{title + ': ' if title else ''}{unit} sent")
+    table.set_title(f"{unit} from rank to rank")
+    legend(figure, (), title)
     if bars is not None:
         top = max(sent.values())
         bar_size, bar_unit = unit_of(top)

@@ -5,9 +5,10 @@
             optimizer.step()
     return events                                    # plain data, for lab.draw or Perfetto
 
-    rank 0  compute        [ layers.0 ][ layers.1 ]      [ layers.2 ]
-            communication       [== all_gather ==]  [= all_gather =]
+    rank 0  compute        [ layers.0 ][ layers.1 ]       [ layers.2 ]
+            communication       [== all_gather ==] [= all_gather =]
                                 ^ issued         ^ truly complete, whenever somebody waits for it
+            wait                                   [  blocked  ]
 
 **How a collective is seen.** Whoever asks for one -- ``dist.all_reduce``, FSDP2, a DTensor that changes placement, a
 backward pass -- it ends in one ``c10d::`` operator that carries the tensors, the process group and a ``Work``.
@@ -54,7 +55,7 @@ class Event:
     """
 
     rank: int
-    lane: str  # "compute", "communication", or your own
+    lane: str  # "compute", "communication", "wait" (the thread is blocked until a collective is over), or your own
     name: str  # "all_gather", "layers.0", ...
     start: float
     end: float
@@ -137,10 +138,9 @@ class _Recorder(TorchDispatchMode):
                 self.awaited[tensor.untyped_storage()._cdata] = set(self.flying) - before
             return out
         if func.namespace in _FUNCTIONAL and name == "wait_tensor":
-            out = func(*args, **kwargs)
-            for key in self.awaited.pop(args[0].untyped_storage()._cdata, ()):
-                self.land(key)
-            return out
+            keys = self.awaited.pop(args[0].untyped_storage()._cdata, ())
+            with self.waiting(keys):
+                return func(*args, **kwargs)
         if func.namespace != "c10d" or name not in _COLLECTIVES:
             return func(*args, **kwargs)
         start = time.monotonic()
@@ -172,6 +172,18 @@ class _Recorder(TorchDispatchMode):
                 _, _, fields = self.flying.pop(key)
                 self.events.append(Event(rank=self.rank, end=now, **fields))
                 self.landed.notify_all()
+
+    @contextmanager
+    def waiting(self, keys: Iterable[int]) -> Iterator[None]:
+        """Around a wait for the works `keys`: the time in which this thread is blocked, then their end."""
+        name = next((self.flying[k][2]["name"] for k in keys if k in self.flying), None)
+        start = time.monotonic()
+        yield
+        end = time.monotonic()
+        if name and end - start > 2e-5:
+            self.add(lane="wait", name=name, phase="wait", start=start, end=end)
+        for key in keys:
+            self.land(key)
 
     def close(self, patience: float = 5.0) -> None:
         with self.landed:
@@ -257,9 +269,8 @@ def recording() -> Iterator[list[Event]]:
     wait = dist.Work.wait
 
     def observed_wait(work, *args, **kwargs):
-        done = wait(work, *args, **kwargs)
-        recorder.land(id(work))
-        return done
+        with recorder.waiting([id(work)]):
+            return wait(work, *args, **kwargs)
 
     dist.Work.wait = observed_wait
     _open.append(recorder)
