@@ -160,8 +160,11 @@ class _Unit:
         """Gathered tensors -> parameters. Where this cuts padding off, autograd pads the gradient."""
         return [w if len(w) == length else w[:length] for w, length in zip(whole, self.lengths, strict=True)]
 
+    def room_for(self, shard):
+        return shard.new_empty(self.n * len(shard), *shard.shape[1:])
+
     def gather(self, shards, out=None):
-        out = out or self.free([s.new_empty(self.n * len(s), *s.shape[1:]) for s in shards])
+        out = out or self.free([self.room_for(s) for s in shards])  # born as after a free
         for whole in out:
             whole.untyped_storage().resize_(whole.nbytes)
         if len(shards) == 1:
@@ -183,7 +186,7 @@ class _Unit:
         trained = [(s, g) for s, g in zip(self.shards, grads, strict=True) if s.requires_grad]
         if not trained:
             return [None] * len(grads)
-        filled = [s.new_zeros(self.n * len(s), *s.shape[1:]) if g is None else g for s, g in trained]
+        filled = [self.room_for(s).zero_() if g is None else g for s, g in trained]
         send_nk = torch.cat([g.reshape(self.n, -1) for g in filled], dim=1)
         mean_k = send_nk.new_empty(send_nk.shape[1])
         _reduce_scatter(mean_k, send_nk.view(-1), group=self.shard_group)
