@@ -17,7 +17,8 @@ the mode still on, so that its inner ``c10d::`` operator is what is recorded: no
 
 **When it ends.** The future of the ``Work`` runs a callback on gloo's own thread when the last byte is there. On gloo
 a send, a recv and a reduce_scatter (an all_reduce and, in ``wait``, a copy) have no future: they end when ``wait``
-returns, an upper bound, or with the recording if nobody waits. On CUDA an operator only enqueues, so these are the host's times: there, use the profiler (notebook 18).
+returns, an upper bound, or with the recording if nobody waits. On CUDA an operator only enqueues, so these are the
+host's times: there, use the profiler (notebook 18). On meta tensors a functional collective leaves no event.
 
 **What it costs.** Every operator passes through Python once, 10-20 us. Order and overlap are true; to measure speed,
 time the run without a recording.
@@ -123,6 +124,7 @@ class _Recorder(TorchDispatchMode):
         self.awaited: dict[
             int, set[int]
         ] = {}  # storage of a functional collective's output: works under way for it
+        self.patience = 5.0  # seconds that `close` waits for what is still under way
         self.landed = threading.Condition()  # callbacks arrive on gloo's threads
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -185,10 +187,10 @@ class _Recorder(TorchDispatchMode):
         for key in keys:
             self.land(key)
 
-    def close(self, patience: float = 5.0) -> None:
+    def close(self) -> None:
         with self.landed:
             self.landed.wait_for(
-                lambda: not any(has_future for _, has_future, _ in self.flying.values()), patience
+                lambda: not any(has_future for _, has_future, _ in self.flying.values()), self.patience
             )
         for key in list(self.flying):
             self.land(key)
@@ -277,6 +279,9 @@ def recording() -> Iterator[list[Event]]:
     try:
         with recorder:
             yield recorder.events
+    except BaseException:
+        recorder.patience = 0.0  # an error must not wait for collectives that may never end
+        raise
     finally:
         _open.remove(recorder)
         dist.Work.wait = wait
