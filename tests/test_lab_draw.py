@@ -5,6 +5,7 @@ import itertools
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
@@ -304,8 +305,9 @@ def test_timeline_draws_to_scale_with_idle_and_busy_share():
 
 
 def test_timeline_shows_where_compute_is_blocked():
-    wait = Event(0, "wait", "all_gather", 1.002, 1.008, phase="wait")
-    figure = draw.timeline([*step_events(1)[0], wait])
+    *events, gather = step_events(1)[0]
+    events.append(replace(gather, blocked=(1.002, 1.008)))
+    figure = draw.timeline(events)
     ax = figure.axes[0]
     assert legend_of(figure) == ["forward", "backward", "gather", "wait", "idle"]
     assert [t.strip() for t in texts(figure) if "%" in t] == ["60%", "50%"], (
@@ -314,7 +316,7 @@ def test_timeline_shows_where_compute_is_blocked():
     (forward,), (grey,) = (patches_of(ax, _canvas.PHASES[p]) for p in ("forward", "wait"))
     assert sorted(set(forward.get_path().vertices[:, 0].round(6))) == [0, 2, 8, 10]
     assert sorted(set(grey.get_path().vertices[:, 0].round(6))) == [2, 8]
-    alone = draw.timeline([e for e in [*step_events(1)[0], wait] if e.lane != "compute"])
+    alone = draw.timeline([e for e in events if e.lane != "compute"])
     assert "wait" not in legend_of(alone), "nothing to show it on"
 
 

@@ -51,10 +51,6 @@ class Net(nn.Module):
         return self.output(x) * 1.0
 
 
-def without_waits(events):
-    return [e for e in events if e.lane != "wait"]
-
-
 def every_collective():
     rank, n = dist.get_rank(), dist.get_world_size()
     pair = dist.new_group([0, 1], group_desc="pair")
@@ -80,7 +76,7 @@ def every_collective():
         if rank < 2:
             dist.all_reduce(x.double(), group=pair)
         dist.barrier()
-    return without_waits(events)
+    return events
 
 
 def late_rank():
@@ -97,7 +93,7 @@ def late_rank():
         time.sleep(0.2)
         waited_at = time.monotonic()
         work.wait()
-    return without_waits(events), waited_at
+    return events, waited_at
 
 
 def blocked():
@@ -130,7 +126,7 @@ def ring_of_p2p():
         ]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
-    return without_waits(events)
+    return events
 
 
 def functional_and_dtensor():
@@ -152,7 +148,7 @@ def functional_and_dtensor():
             DTensor.from_local(local, mesh["tp"], [Partial()]).redistribute(placements=[Shard(0)]).to_local()
             + 0
         )
-    return without_waits(events), total, whole, part
+    return events, total, whole, part
 
 
 def fsdp_step():
@@ -214,17 +210,13 @@ def test_an_async_collective_ends_when_it_is_complete_not_when_issued_nor_when_w
         assert event.start < late.start, "the clocks of the ranks are comparable"
         assert event.end >= late.start, "nobody can finish before the last rank has called"
         assert event.end < waited_at - 0.15, "it ends when it is complete, not when somebody waits for it"
+        assert event.blocked == (), "nobody was blocked: it was over"
 
 
-def test_the_time_in_which_a_rank_is_blocked_is_a_wait():
-    events = launch(blocked, ranks=2)[0]
-    waits, collectives = (
-        [e for e in events if (e.lane, e.name) == (lane, "all_reduce")] for lane in ("wait", "communication")
-    )
-    assert len(waits) == len(collectives) == 2
-    for wait, collective in zip(waits, collectives, strict=True):
-        assert wait.phase == "wait" and wait.duration > 0.1
-        assert collective.start <= wait.start and wait.end >= collective.end - 0.05
+def test_the_time_in_which_a_rank_is_blocked():
+    for collective in (e for e in launch(blocked, ranks=2)[0] if e.name == "all_reduce"):
+        start, end = collective.blocked
+        assert collective.start <= start and end >= collective.end - 0.05 and end - start > 0.1
 
 
 def test_a_collective_that_nobody_waits_for_is_recorded():
@@ -461,7 +453,18 @@ def test_chrome_trace_is_what_perfetto_reads(tmp_path):
             Event(r, "compute", "layers.0.attention", 10.002, 10.004, phase="forward"),
             Event(r, "communication", "all_gather", 10.001, 10.006, 64, "gather", (0, 1), "fsdp"),
             Event(r, "communication", "all_gather", 10.003, 10.008, 64, "gather", (0, 1), "fsdp"),
-            Event(r, "communication", "send", 10.009, 10.0095, 8, "send", (0, 1), peer=0),
+            Event(
+                r,
+                "communication",
+                "send",
+                10.009,
+                10.0095,
+                8,
+                "send",
+                (0, 1),
+                peer=0,
+                blocked=(10.0091, 10.0095),
+            ),
         ]
         for r in range(2)
     ]
@@ -471,14 +474,14 @@ def test_chrome_trace_is_what_perfetto_reads(tmp_path):
     names = {(e["pid"], e["name"], e.get("tid")): e["args"] for e in trace["traceEvents"] if e["ph"] == "M"}
     assert names[1, "process_name", None] == {"name": "rank 1"}
     threads = {e["args"]["name"]: e["tid"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
-    assert list(threads) == ["compute", "communication", "communication 2"]
-    assert len(slices) == 10 and min(e["ts"] for e in slices) == 0
+    assert list(threads) == ["compute", "communication", "communication 2", "blocked"]
+    assert len(slices) == 12 and min(e["ts"] for e in slices) == 0
     first = next(e for e in slices if e["name"] == "layers.0" and e["pid"] == 1)
     assert (first["ts"], first["dur"], first["cat"]) == (0, 10000, "forward")
     gathers = [e for e in slices if e["name"] == "all_gather" and e["pid"] == 0]
     assert [e["tid"] for e in gathers] == [threads["communication"], threads["communication 2"]]
     assert gathers[0]["args"] == {"bytes": 64, "ranks": [0, 1], "axis": "fsdp"}
-    assert next(e for e in slices if e["name"] == "send")["args"]["peer"] == 0
+    assert next(e for e in slices if e["cat"] == "send")["args"]["peer"] == 0
     for pid in (0, 1):
         for tid in threads.values():  # within a thread, slices nest or follow each other
             mine = [(e["ts"], e["ts"] + e["dur"]) for e in slices if (e["pid"], e["tid"]) == (pid, tid)]

@@ -380,7 +380,7 @@ def timeline(
 
     Light grey is idle. Dark grey: compute is blocked until a collective is over, the communication that is not hidden.
 
-    events: anything with rank, lane, name, start, end (seconds) and perhaps phase; flat, or one list a rank.
+    events: anything with rank, lane, name, start, end (seconds), perhaps phase and blocked; flat, or one list a rank.
     window: (from, to) in ms after the first event.   ranks: only these.   names: write an event's name where it fits.
     Communication under way at the same time takes further lanes.
     """
@@ -398,10 +398,11 @@ def timeline(
         if b >= low and a <= high:
             bars.append((e.rank, e.lane, max(a, low), min(b, high), e))
     order = {"compute": 0, "communication": 1}
-    blocked = {
-        rank: sorted((a, b) for r, lane, a, b, _ in bars if (r, lane) == (rank, "wait")) for rank, *_ in bars
-    }
-    bars = [bar for bar in bars if bar[1] != "wait"]
+    waits = [(e.rank, *((t - origin) * 1e3 for t in e.blocked)) for e in events if getattr(e, "blocked", ())]
+    blocked: dict[int, list] = {rank: [] for rank, *_ in bars}
+    for rank, a, b in sorted(waits):
+        if b >= low and a <= high:
+            blocked.setdefault(rank, []).append((max(a, low), min(b, high)))
     lanes = sorted({lane for _, lane, *_ in bars}, key=lambda lane: (order.get(lane, 2), lane))
     shown = sorted({rank for rank, *_ in bars})
 

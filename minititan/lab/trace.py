@@ -8,7 +8,7 @@
     rank 0  compute        [ layers.0 ][ layers.1 ]       [ layers.2 ]
             communication       [== all_gather ==] [= all_gather =]
                                 ^ issued         ^ truly complete, whenever somebody waits for it
-            wait                                   [  blocked  ]
+            blocked                                [ waits  ]
 
 **How a collective is seen.** Whoever asks for one -- ``dist.all_reduce``, FSDP2, a DTensor that changes placement, a
 backward pass -- it ends in one ``c10d::`` operator that carries the tensors, the process group and a ``Work``.
@@ -36,7 +36,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -56,7 +56,7 @@ class Event:
     """
 
     rank: int
-    lane: str  # "compute", "communication", "wait" (the thread is blocked until a collective is over), or your own
+    lane: str  # "compute", "communication", or your own
     name: str  # "all_gather", "layers.0", ...
     start: float
     end: float
@@ -69,6 +69,7 @@ class Event:
     peer: int = -1  # the other end of a send or recv, or the root; a global rank
     splits: tuple[int, ...] = ()  # all_to_all: bytes for each member of the group
     dtype: str = ""
+    blocked: tuple[float, ...] = ()  # (from, to): the time in which the rank did nothing but wait for it
 
     @property
     def group_size(self) -> int:
@@ -120,7 +121,7 @@ class _Recorder(TorchDispatchMode):
         self.rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
         self.events: list[Event] = []
         self.drafts: list[_Draft] = []
-        self.flying: dict[int, tuple[dist.Work, bool, dict]] = {}
+        self.flying: dict[int, _Flight] = {}
         self.awaited: dict[
             int, set[int]
         ] = {}  # storage of a functional collective's output: works under way for it
@@ -163,41 +164,51 @@ class _Recorder(TorchDispatchMode):
 
     def take_off(self, work: dist.Work, has_future: bool, fields: dict) -> None:
         key = id(work)  # stays its own: `flying` keeps the object alive
-        self.flying[key] = (work, has_future, fields)
+        self.flying[key] = _Flight(work, has_future, fields)
         if has_future:
             work.get_future().add_done_callback(lambda _: self.land(key))
 
     def land(self, key: int) -> None:
         now = time.monotonic()
         with self.landed:
-            if key in self.flying:
-                _, _, fields = self.flying.pop(key)
-                self.events.append(Event(rank=self.rank, end=now, **fields))
+            flight = self.flying.pop(key, None)
+            if flight is not None:
+                flight.place = len(self.events)
+                self.events.append(Event(rank=self.rank, end=now, **flight.fields))
                 self.landed.notify_all()
 
     @contextmanager
     def waiting(self, keys: Iterable[int]) -> Iterator[None]:
-        """Around a wait for the works `keys`: the time in which this thread is blocked, then their end."""
-        name = next((self.flying[k][2]["name"] for k in keys if k in self.flying), None)
+        """Around a wait for the works `keys`: they are over then, and this thread was blocked so long."""
+        flights = [self.flying[key] for key in keys if key in self.flying]
         start = time.monotonic()
         yield
         end = time.monotonic()
-        if name and end - start > 2e-5:
-            self.add(lane="wait", name=name, phase="wait", start=start, end=end)
         for key in keys:
             self.land(key)
+        if end - start > 2e-5:
+            for flight in flights:
+                self.events[flight.place] = replace(self.events[flight.place], blocked=(start, end))
 
     def close(self) -> None:
         with self.landed:
-            self.landed.wait_for(
-                lambda: not any(has_future for _, has_future, _ in self.flying.values()), self.patience
-            )
+            self.landed.wait_for(lambda: not any(f.has_future for f in self.flying.values()), self.patience)
         for key in list(self.flying):
             self.land(key)
         for draft in self.drafts:
             if draft.end is not None:
                 self.add(lane="compute", **vars(draft))
         self.events.sort(key=lambda e: (e.start, -e.end))
+
+
+@dataclass
+class _Flight:
+    """A collective under way."""
+
+    work: dist.Work
+    has_future: bool
+    fields: dict
+    place: int = -1  # of its event, once it has landed
 
 
 @dataclass
@@ -675,8 +686,10 @@ def watch_memory(
 
 def save_chrome_trace(events: Iterable, path: str | os.PathLike) -> Path:
     """Writes events (flat, or one list a rank) as a trace that https://ui.perfetto.dev opens: a process a rank, a
-    thread a lane, microseconds since the first event. Returns the path."""
-    events = sorted(_flat(events), key=lambda e: (e.start, -e.end))
+    thread a lane and one for the time blocked, microseconds since the first event. Returns the path."""
+    events = _flat(events)
+    events += [Event(e.rank, "blocked", e.name, *e.blocked, phase="wait") for e in events if e.blocked]
+    events.sort(key=lambda e: (e.start, -e.end))
     origin = min((e.start for e in events), default=0.0)
     entries, threads = [], {}
     for e in events:
