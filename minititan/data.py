@@ -36,9 +36,7 @@ def _read_text(path: Path) -> bytes:
     """The file's bytes. Raises ValueError, saying where and what, when they are not UTF-8 text."""
     data = path.read_bytes()
     if (at := data.find(0)) >= 0:
-        raise ValueError(
-            f"{path} is binary (or UTF-16): byte {at:,} of {len(data):,} is 0; name a file of UTF-8 text"
-        )
+        raise ValueError(f"{path} is binary (or UTF-16): byte {at:,} of {len(data):,} is 0; name a file of UTF-8 text")
     decoder, piece = (
         codecs.getincrementaldecoder("utf-8")(),
         1 << 20,
@@ -63,9 +61,7 @@ def _files(root: Path, standard_library: bool) -> list[Path]:
         found += [Path(folder, name) for name in names if not name.startswith(".")]
     if standard_library:
         found = [file for file in found if file.suffix == ".py"]
-    return sorted(
-        (file for file in found if file.is_file()), key=lambda file: file.relative_to(root).as_posix()
-    )
+    return sorted((file for file in found if file.is_file()), key=lambda file: file.relative_to(root).as_posix())
 
 
 class ByteCorpus:
@@ -184,9 +180,7 @@ def demo() -> None:
         for dp_size in (1, 2, 4, 8):
             parts = [batches(corpus, 8, 64, step, rank, dp_size)[0] for rank in range(dp_size)]
             different = (torch.cat(parts) != whole).sum().item()
-            say(
-                f"step {step}, {dp_size} ranks: {different} of {whole.numel()} tokens differ from one process"
-            )
+            say(f"step {step}, {dp_size} ranks: {different} of {whole.numel()} tokens differ from one process")
             assert different == 0
     say(f"row 0 reads: {decode(whole[0])!r}")
 

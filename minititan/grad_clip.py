@@ -95,9 +95,7 @@ def clip_grad_norm_(
     """
     max_norm, p = float(max_norm), float(norm_type)
     if not (max_norm > 0 and p > 0):
-        raise ValueError(
-            f"max_norm and norm_type must be above 0, got {max_norm} and {p}; to only measure, pass inf"
-        )
+        raise ValueError(f"max_norm and norm_type must be above 0, got {max_norm} and {p}; to only measure, pass inf")
     parameters = dict.fromkeys([parameters] if isinstance(parameters, Tensor) else parameters)
     first = next(iter(parameters), None)
     device = torch.device(pp_mesh.device_type if pp_mesh else "cpu" if first is None else first.device)
@@ -151,9 +149,7 @@ class _Net(nn.Module):
 
 def demo() -> None:
     """The norm and every clipped gradient of five layouts against torch.nn.utils.clip_grad_norm_ in one process."""
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(
-        logging.ERROR
-    )  # full_tensor of FSDP x TP
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # full_tensor of FSDP x TP
     dist.init_process_group("gloo")
     n, rank = dist.get_world_size(), dist.get_rank()
     if n % 2:
@@ -171,9 +167,7 @@ def demo() -> None:
         f"FSDP {n}": lambda net: fully_shard(net, mesh=line),
         f"HSDP 2 x {n // 2}": lambda net: fully_shard(net, mesh=grid),
         f"TP {n}": lambda net: tensor_parallel(net, line),
-        f"FSDP 2 x TP {n // 2}": lambda net: fully_shard(
-            tensor_parallel(net, grid["inner"]), mesh=grid["outer"]
-        ),
+        f"FSDP 2 x TP {n // 2}": lambda net: fully_shard(tensor_parallel(net, grid["inner"]), mesh=grid["outer"]),
         f"PP 2 x FSDP {n // 2}": lambda net: fully_shard(net, mesh=grid["inner"]),
     }
     worst = 0.0

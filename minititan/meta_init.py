@@ -91,24 +91,18 @@ def shard_rows(n_rows: int, dim: int, sharded: DTensor) -> Tensor:
     return rows
 
 
-def _make_real(
-    name: str, meta: Tensor, device: torch.device, seed: int, init: Init, draw_on: torch.device
-) -> Tensor:
+def _make_real(name: str, meta: Tensor, device: torch.device, seed: int, init: Init, draw_on: torch.device) -> Tensor:
     """A tensor like `meta` on `device`, this rank's part of it filled. The full one is freed on return."""
     real = torch.empty_like(meta, device=device)  # of a DTensor: the local shard only
     local = real.to_local() if isinstance(real, DTensor) else real
-    full = torch.empty(
-        meta.shape, dtype=torch.float32 if meta.is_floating_point() else meta.dtype, device=draw_on
-    )
+    full = torch.empty(meta.shape, dtype=torch.float32 if meta.is_floating_point() else meta.dtype, device=draw_on)
     init(name, full, generator_for(name, seed, draw_on))
     if isinstance(meta, DTensor):
         for dim in range(full.ndim):
             rows = shard_rows(full.shape[dim], dim, meta)
             if len(rows) < full.shape[dim]:
                 full = full.index_select(dim, rows.to(draw_on))
-    assert full.shape == local.shape, (
-        f"{name}: sliced {tuple(full.shape)}, but the shard is {tuple(local.shape)}"
-    )
+    assert full.shape == local.shape, f"{name}: sliced {tuple(full.shape)}, but the shard is {tuple(local.shape)}"
     local.copy_(full)  # casts to the parameter's dtype
     return real
 

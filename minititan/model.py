@@ -188,9 +188,7 @@ class Transformer(nn.Module):
         super().__init__()
         numbers = list(range(config.n_layers) if layers is None else layers)
         if len(set(numbers)) < len(numbers) or not set(numbers) <= set(range(config.n_layers)):
-            raise ValueError(
-                f"layers {numbers} must be different numbers from 0 to {config.n_layers - 1} (n_layers)"
-            )
+            raise ValueError(f"layers {numbers} must be different numbers from 0 to {config.n_layers - 1} (n_layers)")
         if config.tied and embedding != output:
             raise ValueError(
                 f"tied=True makes one matrix of tok_embeddings and output, but this part has embedding={embedding} and "
@@ -213,9 +211,7 @@ class Transformer(nn.Module):
         if positions_T is None:
             n_tokens, longest = tokens_BT_or_x_BTD.shape[1], self.config.max_seq_len
             if n_tokens > longest:
-                raise ValueError(
-                    f"{n_tokens} tokens exceed max_seq_len {longest}: cut the batch, or raise max_seq_len"
-                )
+                raise ValueError(f"{n_tokens} tokens exceed max_seq_len {longest}: cut the batch, or raise max_seq_len")
             positions_T = torch.arange(n_tokens, device=tokens_BT_or_x_BTD.device)
         cos_TK, sin_TK = rotary_angles(positions_T, self.config)
         x_BTD = tokens_BT_or_x_BTD if self.tok_embeddings is None else self.tok_embeddings(tokens_BT_or_x_BTD)

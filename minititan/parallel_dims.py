@@ -119,9 +119,7 @@ class ParallelDims:
     def coordinates(self, rank: int) -> dict[str, int]:
         """The digits of `rank`: its position on each of the five axes."""
         if not 0 <= rank < self.world_size:
-            raise ValueError(
-                f"rank {rank} is not one of the {self.world_size} ranks 0 .. {self.world_size - 1}"
-            )
+            raise ValueError(f"rank {rank} is not one of the {self.world_size} ranks 0 .. {self.world_size - 1}")
         digits = {}
         for name, size in zip(reversed(AXES), reversed(self.shape), strict=True):
             rank, digits[name] = divmod(rank, size)
@@ -199,9 +197,7 @@ class ParallelDims:
         if name not in known:
             raise ValueError(f"no axis or view {name!r}; there are {', '.join(known)}")
         if not self._meshes:
-            raise ValueError(
-                f"axis({name!r}) before build_mesh(), which makes the groups, on all ranks at once."
-            )
+            raise ValueError(f"axis({name!r}) before build_mesh(), which makes the groups, on all ranks at once.")
         raise ValueError(
             f"ep is 1, so there is no {name!r}: experts are then sharded like all other layers (axis 'fsdp'). "
             f"Set ep to a divisor of dp_shard × cp × tp = {self.size('efsdp')}."
@@ -295,9 +291,7 @@ def demo() -> None:
         for name in (*AXES, *VIEWS, *(("ep", "efsdp") if dims.ep > 1 else ())):
             mesh, mine = dims.axis(name), next(group for group in dims.groups(name) if rank in group)
             wrong += mesh.mesh.flatten().tolist() != mine
-            if (
-                mesh.ndim == 1
-            ):  # names are not enough: does the group join exactly these ranks, in this order?
+            if mesh.ndim == 1:  # names are not enough: does the group join exactly these ranks, in this order?
                 total = torch.tensor(2**rank, device=device_type)
                 dist.all_reduce(total, group=mesh.get_group())
                 wrong += int(total) != sum(2**member for member in mine)

@@ -140,9 +140,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         z_Nv = z_Nv - peak_N1  # so that exp cannot overflow
         mine_N = (index_N >= 0) & (index_N < z_Nv.shape[1])
         index_N1 = (index_N * mine_N)[:, None]
-        target_N = _all_reduce(
-            z_Nv.gather(1, index_N1)[:, 0] * mine_N, group
-        )  # one rank holds it, the others add 0
+        target_N = _all_reduce(z_Nv.gather(1, index_N1)[:, 0] * mine_N, group)  # one rank holds it, the others add 0
         exp_Nv = z_Nv.exp_()
         sum_N = _all_reduce(exp_Nv.sum(1), group)
         ctx.save_for_backward(exp_Nv.div_(sum_N[:, None]), index_N1, mine_N)
@@ -194,9 +192,7 @@ def apply_tensor_parallel_by_hand(model: nn.Module, group: Group = None) -> nn.M
     n, rank = dist.get_world_size(group), dist.get_rank(group)
     check_tensor_parallel(n, **_sizes(model))
     if any(p.is_meta for p in model.parameters()):
-        raise ValueError(
-            "the weights are on meta: a part by hand is a plain tensor, so materialize them first"
-        )
+        raise ValueError("the weights are on meta: a part by hand is a plain tensor, so materialize them first")
     parts: dict[nn.Parameter, nn.Parameter] = {}  # a tied weight is cut once
     for path, module in model.named_modules():
         kind = path.rpartition(".")[2]

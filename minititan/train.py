@@ -143,13 +143,9 @@ def check(config: TrainConfig, world_size: int) -> ParallelDims:
             f"use global_batch {math.ceil(config.global_batch / pieces) * pieces}, or lower one of the others."
         )
     if config.seq_len > model.max_seq_len:
-        raise ValueError(
-            f"seq_len {config.seq_len} exceeds model.max_seq_len {model.max_seq_len}: change one"
-        )
+        raise ValueError(f"seq_len {config.seq_len} exceeds model.max_seq_len {model.max_seq_len}: change one")
     if model.vocab_size < ByteCorpus.vocab_size:
-        raise ValueError(
-            f"model.vocab_size {model.vocab_size} must be {ByteCorpus.vocab_size} or more: bytes"
-        )
+        raise ValueError(f"model.vocab_size {model.vocab_size} must be {ByteCorpus.vocab_size} or more: bytes")
     return dims
 
 
@@ -300,9 +296,7 @@ def main() -> None:
     config = parse()
     check(config, int(os.environ.get("WORLD_SIZE", "1")))
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(
-            1
-        )  # ranks share the cores: with two threads each, steps take four times as long
+        torch.set_num_threads(1)  # ranks share the cores: with two threads each, steps take four times as long
     options: dict = {"backend": "gloo"}
     if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -318,9 +312,7 @@ def main() -> None:
     dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(
-        0
-    )  # one in ten finished gloo processes aborts in the interpreter's teardown, and torchrun starts it again
+    os._exit(0)  # one in ten finished gloo processes aborts in the interpreter's teardown, and torchrun starts it again
 
 
 if __name__ == "__main__":

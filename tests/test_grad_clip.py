@@ -49,9 +49,7 @@ class Net(nn.Module):
 
 def tensor_parallel(model, mesh):
     for block in (model.first, model.second):
-        parallelize_module(
-            block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()}, src_data_rank=None
-        )
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()}, src_data_rank=None)
     return model
 
 
@@ -67,9 +65,7 @@ def local(tensor):
 
 def compare(norm, truth, parameters, reference):
     """Relative errors of the norm and of each clipped gradient; reference: name -> gradient."""
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(
-        logging.ERROR
-    )  # two gathers: as it must
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # two gathers: as it must
     assert type(norm) is torch.Tensor and norm.dtype == torch.float64 and norm.shape == ()
     found = {"norm": ((norm - truth).abs() / truth).item()}
     for name, p in parameters:
@@ -146,9 +142,7 @@ def test_partial_gradients_are_reduced_first_and_stay_reduced():
                 summands = torch.randn(4, 6, 4, dtype=torch.float64)  # one a rank
                 whole = summands.sum(0) if reduce_op == "sum" else summands.mean(0)
                 local = summands[dist.get_rank()]
-                both = nn.Parameter(
-                    DTensor.from_local(torch.zeros_like(local), mesh, [Replicate(), Replicate()])
-                )
+                both = nn.Parameter(DTensor.from_local(torch.zeros_like(local), mesh, [Replicate(), Replicate()]))
                 both.grad = DTensor.from_local(local, mesh, [Partial(reduce_op), Partial(reduce_op)])
                 # sharded by outer, a summand by inner
                 pair = summands.view(2, 2, 6, 4)[:, mesh.get_local_rank("inner")]
@@ -224,9 +218,7 @@ def test_pipeline_stages_share_one_norm_and_a_frozen_stage_joins_in():
             reference = nn.Parameter(torch.ones(4, dtype=torch.float64))
             reference.grad = torch.ones(4, dtype=torch.float64)
             alone = [] if stage == "first" else [reference]
-            assert clip_grad_norm_(alone, 1e9, grid["pp"], p) == reference.grad.norm(p), (
-                "a stage without parameters"
-            )
+            assert clip_grad_norm_(alone, 1e9, grid["pp"], p) == reference.grad.norm(p), "a stage without parameters"
         return found
 
     results = launch(on_rank, ranks=4, timeout=100)

@@ -44,10 +44,7 @@ def step_events(n_ranks=4):
 
 
 def samples(n=500, rank=0):
-    return [
-        MemorySample(rank, 5 + i / 1000, {"parameters": 4000, "activations": 1000 * (i % 7)})
-        for i in range(n)
-    ]
+    return [MemorySample(rank, 5 + i / 1000, {"parameters": 4000, "activations": 1000 * (i % 7)}) for i in range(n)]
 
 
 FIGURES = {
@@ -93,9 +90,7 @@ def test_no_text_lies_on_another_and_none_is_cut_off(name):
     figure.draw_without_rendering()
     shown = [*figure.texts]
     for ax in figure.axes:
-        shown += [*ax.texts, ax.title, ax._left_title] + [
-            t for t in (ax.xaxis.label, ax.yaxis.label) if ax.axison
-        ]
+        shown += [*ax.texts, ax.title, ax._left_title] + [t for t in (ax.xaxis.label, ax.yaxis.label) if ax.axison]
         for axis, (low, high) in ((ax.xaxis, sorted(ax.get_xlim())), (ax.yaxis, sorted(ax.get_ylim()))):
             shown += [t.label1 for t in axis.get_major_ticks() if ax.axison and low <= t.get_loc() <= high]
     for legend in figure.legends:
@@ -105,16 +100,13 @@ def test_no_text_lies_on_another_and_none_is_cut_off(name):
         overlap = min(box.x1, other.x1) - max(box.x0, other.x0), min(box.y1, other.y1) - max(box.y0, other.y0)
         assert min(overlap) < 2, f"{a!r} and {b!r} overlap by {overlap} points"
     for text, box in boxes:
-        assert box.x0 >= -1 and box.x1 <= figure.bbox.x1 + 1 and box.y1 <= figure.bbox.y1 + 1, (
-            f"{text!r} is cut off"
-        )
+        assert box.x0 >= -1 and box.x1 <= figure.bbox.x1 + 1 and box.y1 <= figure.bbox.y1 + 1, f"{text!r} is cut off"
 
 
 def test_palette_is_one_colour_a_meaning_and_tells_ranks_apart():
     assert len({draw.rank_colour(r) for r in range(16)}) == 16
     seen = [
-        _canvas.PHASES[p]
-        for p in ("forward", "backward", "recompute", "optimizer", "gather", "reduce", "exchange")
+        _canvas.PHASES[p] for p in ("forward", "backward", "recompute", "optimizer", "gather", "reduce", "exchange")
     ]
     assert len(set(seen)) == len(seen)
     kinds = [c for k, c in _canvas.KINDS.items() if k not in ("buffers", "other")]
@@ -148,10 +140,7 @@ def test_mesh_places_ranks_row_major_and_hides_axes_of_one():
     figure = draw.mesh({"pp": 1, "dp_shard": 2, "cp": 1, "tp": 3})
     ax = figure.axes[0]
     at = {t.get_text(): t.get_position() for t in ax.texts}
-    assert (
-        at["rank 0"][1] == at["rank 1"][1] < at["rank 3"][1]
-        and at["rank 0"][0] == at["rank 3"][0] < at["rank 1"][0]
-    )
+    assert at["rank 0"][1] == at["rank 1"][1] < at["rank 3"][1] and at["rank 0"][0] == at["rank 3"][0] < at["rank 1"][0]
     assert "tp" in at and "dp_shard" in at and "pp" not in at and "cp" not in at
 
 
@@ -160,13 +149,9 @@ def test_mesh_of_three_axes_shows_panels_and_joins_any_axis():
         """Pairs of ranks that a bar joins."""
         ax = figure.axes[0]
         centre = {
-            tuple(round(v, 6) for v in t.get_position()): t.get_text()
-            for t in ax.texts
-            if "rank" in t.get_text()
+            tuple(round(v, 6) for v in t.get_position()): t.get_text() for t in ax.texts if "rank" in t.get_text()
         }
-        return {
-            frozenset(centre[tuple(round(v, 6) for v in p)] for p in line.get_xydata()) for line in ax.lines
-        }
+        return {frozenset(centre[tuple(round(v, 6) for v in p)] for p in line.get_xydata()) for line in ax.lines}
 
     sizes = {"pp": 2, "dp": 2, "tp": 2}
     assert {"pp 0", "pp 1"} <= set(texts(draw.mesh(sizes)))
@@ -217,9 +202,7 @@ def test_shards_over_two_axes_and_strided():
     both, twice, strided = figure.axes
     assert pieces(both)[draw.rank_colour(1).lower()] == {(2, 0, 2, 2)}
     assert pieces(twice)[draw.rank_colour(1).lower()] == {(0, 1, 4, 1)}
-    assert pieces(strided)[draw.rank_colour(1).lower()] == {(0, 2, 4, 1)}, (
-        "TP cut first: rank 1 has the second half"
-    )
+    assert pieces(strided)[draw.rank_colour(1).lower()] == {(0, 2, 4, 1)}, "TP cut first: rank 1 has the second half"
 
 
 def test_strided_shards_are_where_dtensor_puts_them():
@@ -262,9 +245,7 @@ def test_replicated_and_partial_look_different():
 def test_shards_take_placement_objects_pieces_and_one_dim():
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    figure = draw.shards(
-        (8,), {"a": [Shard(0)], "b": (Replicate(),), "c": [Partial()], "d": [Shard(-1)]}, mesh=2
-    )
+    figure = draw.shards((8,), {"a": [Shard(0)], "b": (Replicate(),), "c": [Partial()], "d": [Shard(-1)]}, mesh=2)
     assert [[t.get_text() for t in ax.texts] for ax in figure.axes] == [
         ["0", "1"],
         ["0 = 1"],
@@ -310,9 +291,7 @@ def test_timeline_shows_where_compute_is_blocked():
     figure = draw.timeline(events)
     ax = figure.axes[0]
     assert legend_of(figure) == ["forward", "backward", "gather", "wait", "idle"]
-    assert [t.strip() for t in texts(figure) if "%" in t] == ["60%", "50%"], (
-        "6 of 40 ms less than without the wait"
-    )
+    assert [t.strip() for t in texts(figure) if "%" in t] == ["60%", "50%"], "6 of 40 ms less than without the wait"
     (forward,), (grey,) = (patches_of(ax, _canvas.PHASES[p]) for p in ("forward", "wait"))
     assert sorted(set(forward.get_path().vertices[:, 0].round(6))) == [0, 2, 8, 10]
     assert sorted(set(grey.get_path().vertices[:, 0].round(6))) == [2, 8]
@@ -371,16 +350,12 @@ def test_memory_over_time_keeps_the_peak():
 
 
 def test_memory_strip_names_the_phases():
-    shifted = [
-        SimpleNamespace(**{**vars(e), "start": e.start + 4, "end": e.end + 4}) for e in step_events(1)[0]
-    ]
+    shifted = [SimpleNamespace(**{**vars(e), "start": e.start + 4, "end": e.end + 4}) for e in step_events(1)[0]]
     assert {"forward", "backward"} <= set(texts(draw.memory(samples(41), shifted)))
 
 
 def test_traffic_shows_each_number():
-    figure = draw.traffic(
-        {"pairs": [[0, 1500], [2500, 0]], "sent": {"all_gather": 4000}, "calls": {"all_gather": 1}}
-    )
+    figure = draw.traffic({"pairs": [[0, 1500], [2500, 0]], "sent": {"all_gather": 4000}, "calls": {"all_gather": 1}})
     table, bars = figure.axes
     assert [t.get_text() for t in table.texts] == ["·", "1.50", "2.50", "·"]
     assert table.get_title("left") == "kB from rank to rank"
@@ -420,9 +395,7 @@ def test_plan_counts_the_bubble():
     assert legend_of(figure) == ["forward", "backward", "bubble 27%"]
     chunks = draw.plan([["0F0", "2F0", "2I0", "2W0"]])
     assert legend_of(chunks) == ["forward", "input gradient", "weight gradient", "bubble 0%"]
-    assert len({to_hex(p.get_facecolor()) for p in chunks.axes[0].patches}) == 5, (
-        "a second stage has its own tone"
-    )
+    assert len({to_hex(p.get_facecolor()) for p in chunks.axes[0].patches}) == 5, "a second stage has its own tone"
     with pytest.raises(ValueError, match=r"rank 0 has 'what\?'"):
         draw.plan([["what?"]])
 

@@ -153,9 +153,7 @@ def test_numbers_may_come_as_tensors_lists_or_numbers():
         assert isinstance(compare(answer, M), Right)
     assert isinstance(compare(torch.tensor(12), 12), Right) and isinstance(compare((3, 1), (3, 1)), Right)
     assert isinstance(compare([], []), Right) and isinstance(compare(torch.zeros(2), torch.zeros(2)), Right)
-    assert not isinstance(compare(torch.full((2,), 1e-3), torch.zeros(2)), Right), (
-        "zero is not near to a small number"
-    )
+    assert not isinstance(compare(torch.full((2,), 1e-3), torch.zeros(2)), Right), "zero is not near to a small number"
 
 
 def test_tolerance_is_relative_to_the_largest_magnitude():

@@ -81,11 +81,7 @@ def test_results_by_rank_of_a_closure():
 def test_tensors_nested_dataclasses_and_none():
     def give(kind):
         rank = dist.get_rank()
-        return (
-            None
-            if kind == "none"
-            else Outer(rank, Inner(torch.full((2, 3), float(rank), dtype=torch.float64)))
-        )
+        return None if kind == "none" else Outer(rank, Inner(torch.full((2, 3), float(rank), dtype=torch.float64)))
 
     assert launch(give, "none", ranks=2) == [None, None]
     results = launch(give, "nested", ranks=2)
@@ -106,9 +102,7 @@ def test_a_class_of_the_main_module_is_the_same_class_on_return():
             return Mine(3)
         print([isinstance(r, Mine) and r.x for r in launch(give, ranks=2)])
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=100
-    )
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=100)
     assert done.stdout.splitlines()[-1] == "[3, 3]", done.stderr
     assert done.stderr == ""
 
@@ -388,9 +382,7 @@ def test_a_hang_where_ranks_call_different_collectives():
 
     with pytest.raises(RankError) as caught:
         launch(hang, ranks=2, timeout=1.5)
-    assert "rank 1 called all_gather as #1" in str(caught.value) or "rank 0 called broadcast as #1" in str(
-        caught.value
-    )
+    assert "rank 1 called all_gather as #1" in str(caught.value) or "rank 0 called broadcast as #1" in str(caught.value)
 
 
 def test_a_stopped_rank_does_not_hang_the_report():

@@ -79,11 +79,7 @@ def test_methods_properties_wrappers_and_modules():
 
 def test_no_absolute_path_is_shown():
     shown = show.source(trace, show.source)
-    assert (
-        "/root" not in repr(shown)
-        and "/home" not in repr(shown)
-        and "site-packages" not in shown._repr_html_()
-    )
+    assert "/root" not in repr(shown) and "/home" not in repr(shown) and "site-packages" not in shown._repr_html_()
 
 
 def test_what_has_no_source_is_explained():
@@ -121,8 +117,6 @@ def test_in_a_notebook_kernel(tmp_path):
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
     NotebookClient(notebook, timeout=60, resources={"metadata": {"path": str(tmp_path)}}).execute()
     _, package, cell, verdict = ([o.data for o in c.outputs] for c in notebook.cells)
-    assert (
-        set(package[0]) == {"text/html", "text/plain"} and "minititan/lab/trace.py" in package[0]["text/html"]
-    )
+    assert set(package[0]) == {"text/html", "text/plain"} and "minititan/lab/trace.py" in package[0]["text/html"]
     assert cell[0]["text/plain"] == "# this notebook · mine\ndef mine(x):\n    return x + 1"
     assert "not solved yet" in verdict[0]["text/plain"] and "Hint: count" in verdict[0]["text/html"]

@@ -138,16 +138,8 @@ def functional_and_dtensor():
     local = torch.full((2, 4), float(dist.get_rank()))
     with recording() as events:
         total = funcol.all_reduce(torch.ones(4), "sum", mesh["tp"].get_group()) + 0
-        whole = (
-            DTensor.from_local(local, mesh["tp"], [Shard(0)])
-            .redistribute(placements=[Replicate()])
-            .to_local()
-            + 0
-        )
-        part = (
-            DTensor.from_local(local, mesh["tp"], [Partial()]).redistribute(placements=[Shard(0)]).to_local()
-            + 0
-        )
+        whole = DTensor.from_local(local, mesh["tp"], [Shard(0)]).redistribute(placements=[Replicate()]).to_local() + 0
+        part = DTensor.from_local(local, mesh["tp"], [Partial()]).redistribute(placements=[Shard(0)]).to_local() + 0
     return events, total, whole, part
 
 
@@ -263,9 +255,7 @@ def test_fsdp_step_in_forward_and_backward(fsdp_by_rank):
         gathers = [e.n_bytes for e in communication if e.name == "all_gather"]
         assert sorted(gathers) == [ends] + [block] * 6, "the ends once, each block in forward and backward"
         assert sorted(e.n_bytes for e in communication if e.name == "reduce_scatter") == [ends] + [block] * 3
-        assert (
-            sorted(e.n_bytes for e in communication if e.name == "all_reduce") == [ends / 2] + [block / 2] * 3
-        )
+        assert sorted(e.n_bytes for e in communication if e.name == "all_reduce") == [ends / 2] + [block / 2] * 3
 
         spans = [(e.phase, e.name) for e in events if e.lane == "compute"]
         order = ["embedding", "layers.0", "layers.1", "layers.2", "output"]
@@ -276,21 +266,15 @@ def test_fsdp_step_in_forward_and_backward(fsdp_by_rank):
         layer_2 = in_backward["layers.2"]
         assert in_backward["output"].end <= layer_2.start
         prefetch = [e for e in communication if e.name == "all_gather"][4:]
-        assert all(not layer_2.start < e.start < layer_2.end for e in prefetch), (
-            "gathers stay outside of spans"
-        )
+        assert all(not layer_2.start < e.start < layer_2.end for e in prefetch), "gathers stay outside of spans"
         assert all(s.rank == rank for s in samples)
 
 
 def test_memory_of_an_fsdp_step(fsdp_by_rank):
     n_params = 10 * 32 * 2 + 3 * (32 * 32 + 32)
     for _, samples, held in fsdp_by_rank:
-        assert held["parameters"] == held["gradients"] == n_params * 4 / 2, (
-            "sharded over 2, replicated over 2"
-        )
-        assert held["optimizer"] == pytest.approx(
-            2 * held["parameters"], rel=0.05
-        )  # two moments, and step counters
+        assert held["parameters"] == held["gradients"] == n_params * 4 / 2, "sharded over 2, replicated over 2"
+        assert held["optimizer"] == pytest.approx(2 * held["parameters"], rel=0.05)  # two moments, and step counters
         assert held["buffers"] == 0
         assert [s.time for s in samples] == sorted(s.time for s in samples)
         assert all(v >= 0 for s in samples for v in s.n_bytes.values())

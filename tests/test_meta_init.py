@@ -113,9 +113,7 @@ LAYOUTS = {
 
 def on_ranks(test, layouts, timeout=100):
     """test(apply) on the ranks of every layout -> {layout: results by rank}; one launch for each number of ranks."""
-    quiet = (
-        "torch.distributed.tensor._redistribute"  # full_tensor() of FSDP x TP needs two gathers and says so
-    )
+    quiet = "torch.distributed.tensor._redistribute"  # full_tensor() of FSDP x TP needs two gathers and says so
 
     def each(names):
         logging.getLogger(quiet).setLevel(logging.ERROR)
@@ -183,9 +181,7 @@ def test_fsdp_computes_and_steps_with_what_it_was_given():
 
     expected = losses(LAYOUTS["plain"][1])
     assert (expected[0] - expected[1]).abs() > 1e-3
-    for layout, by_rank in on_ranks(
-        losses, ["FSDP2", "HSDP", "FSDP2 by columns", "FSDP2, offloaded"]
-    ).items():
+    for layout, by_rank in on_ranks(losses, ["FSDP2", "HSDP", "FSDP2 by columns", "FSDP2, offloaded"]).items():
         for found in by_rank:
             assert ((found - expected) / expected).abs().max() < 1e-12, layout
 
@@ -291,9 +287,7 @@ def test_values_depend_on_name_and_seed_only():
     assert torch.equal(torch.get_rng_state(), state)
     other = dict(materialize(on_meta(build), "cpu", SEED + 1).named_parameters())
     assert not any(torch.equal(one[name], other[name]) for name in one)
-    assert (
-        generator_for("layers.0.up.weight", 0).initial_seed() == 9633056286955210254
-    )  # old runs stay reproducible
+    assert generator_for("layers.0.up.weight", 0).initial_seed() == 9633056286955210254  # old runs stay reproducible
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning")  # importing inductor warns
@@ -381,13 +375,9 @@ def test_a_buffer_whose_value_no_name_tells_is_refused_or_filled_by_init():
 def test_a_real_parameter_is_never_overwritten():
     model = on_meta(build)
     model.layers["0"].gain = nn.Parameter(torch.ones(3))
-    with pytest.raises(
-        ValueError, match=r"1 of 15 parameters are real already, layers\.0\.gain \(cpu\) first"
-    ):
+    with pytest.raises(ValueError, match=r"1 of 15 parameters are real already, layers\.0\.gain \(cpu\) first"):
         materialize(model, "cpu", SEED)
-    assert all(
-        p.is_meta for name, p in model.named_parameters() if name != "layers.0.gain"
-    )  # nothing was begun
+    assert all(p.is_meta for name, p in model.named_parameters() if name != "layers.0.gain")  # nothing was begun
     with pytest.raises(ValueError, match=r"15 of 15 parameters are real already, embedding\.weight"):
         materialize(materialize(on_meta(build), "cpu", SEED), "cpu", SEED)
 

@@ -100,9 +100,7 @@ def test_peak_memory_sees_what_was_held_and_freed_again():
     block = torch.ones(200 * 2**20, dtype=torch.uint8)
     during = peak_memory(torch.device("cpu"))
     del block
-    assert (
-        during - before > 100 * 2**20 and peak_memory(torch.device("cpu")) > during - 2**22
-    )  # the kernel rounds
+    assert during - before > 100 * 2**20 and peak_memory(torch.device("cpu")) > during - 2**22  # the kernel rounds
 
 
 def test_csv_rows_are_there_before_close(tmp_path):

@@ -112,9 +112,7 @@ def hf_llama(config, seed=0):
     model = transformers.LlamaForCausalLM(hf_config)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.normal_(
-                1.0 if name.endswith("norm.weight") else 0.0, 0.1 if p.ndim == 1 else p.shape[-1] ** -0.5
-            )
+            p.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.1 if p.ndim == 1 else p.shape[-1] ** -0.5)
     return model
 
 
@@ -168,9 +166,7 @@ def test_checkpoints_that_leave_out_the_tied_output_or_carry_rotary_tables():
 def test_names_of_another_model_are_told():
     hf_state = to_hf_state_dict(build(DEBUG).state_dict(), DEBUG)
     small = dataclasses.replace(DEBUG, n_layers=3)
-    with pytest.raises(
-        ValueError, match=r"9 of 39 names are not of this Llama: model\.layers\.3\..*it has 30"
-    ):
+    with pytest.raises(ValueError, match=r"9 of 39 names are not of this Llama: model\.layers\.3\..*it has 30"):
         from_hf_state_dict(hf_state, small)
     with pytest.raises(ValueError, match="39 of 39 names are not of this Llama"):
         to_hf_state_dict(hf_state, DEBUG)  # the wrong way round
@@ -322,9 +318,7 @@ def test_stages_that_cannot_be_are_told():
         Transformer(DEBUG, layers=[3, 4])
     with pytest.raises(ValueError, match=r"layers \[1, 1\]"):
         Transformer(DEBUG, layers=[1, 1])
-    with pytest.raises(
-        ValueError, match=r"tied=True makes one matrix.*embedding=True and output=False.*tied=False"
-    ):
+    with pytest.raises(ValueError, match=r"tied=True makes one matrix.*embedding=True and output=False.*tied=False"):
         Transformer(TIED, layers=[0], output=False)
     assert Transformer(TIED, layers=[1], embedding=False, output=False).output is None
 

@@ -25,9 +25,7 @@ SECTIONS = [
 ]
 MAX_BYTES = 300_000
 # a path from the root, as a tool or a traceback would print it: /home/..., /root/..., /tmp/..., C:\...
-ABSOLUTE_PATH = re.compile(
-    r"(?<![\w.:/~<])/(?:home|root|work|tmp|usr|opt|var|Users|mnt|private)/[\w.]|\b[A-Z]:\\\\?\w"
-)
+ABSOLUTE_PATH = re.compile(r"(?<![\w.:/~<])/(?:home|root|work|tmp|usr|opt|var|Users|mnt|private)/[\w.]|\b[A-Z]:\\\\?\w")
 
 
 def faults(notebook: nbformat.NotebookNode, size: int) -> list[str]:
@@ -98,9 +96,7 @@ def _path(nb):
 
 
 def _path_in_html(nb):
-    nb.cells[0].outputs = [
-        nbformat.v4.new_output("display_data", data={"text/html": "<b>/tmp/ipykernel_3/4.py</b>"})
-    ]
+    nb.cells[0].outputs = [nbformat.v4.new_output("display_data", data={"text/html": "<b>/tmp/ipykernel_3/4.py</b>"})]
 
 
 def _widgets(nb):
@@ -123,9 +119,7 @@ def _error(nb):
     nb.cells[0].outputs = [nbformat.v4.new_output("error", ename="E", evalue="e", traceback=["E: e"])]
 
 
-@pytest.mark.parametrize(
-    "spoil", [_stderr, _path, _path_in_html, _widgets, _order, _unexecuted, _bang, _error]
-)
+@pytest.mark.parametrize("spoil", [_stderr, _path, _path_in_html, _widgets, _order, _unexecuted, _bang, _error])
 def test_each_fault_is_found(spoil):
     notebook = copy.deepcopy(sound())
     spoil(notebook)

@@ -113,9 +113,7 @@ def test_wrong_combinations_say_all_factors_and_the_remedy(layout, pieces):
 def test_a_degree_is_a_positive_int(name, value):
     with pytest.raises(ValueError, match=name) as error:
         ParallelDims(**{"world_size": 8, name: value})
-    assert all(f"{axis} " in str(error.value) for axis in AXES) and "world_size" in str(
-        error.value
-    )  # all factors
+    assert all(f"{axis} " in str(error.value) for axis in AXES) and "world_size" in str(error.value)  # all factors
 
 
 def test_every_remedy_offered_is_a_layout_that_works():
@@ -229,18 +227,14 @@ def test_missing_experts_and_a_world_of_another_size():
         assert "8 ranks, but 2 are running" in world and "world_size=2" in world
 
 
-@pytest.mark.parametrize(
-    "layout", [{"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "tp": 2}, {"cp": 2, "tp": 2}]
-)
+@pytest.mark.parametrize("layout", [{"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "tp": 2}, {"cp": 2, "tp": 2}])
 def test_fsdp_composes_with_tensor_parallel_on_the_same_root(layout):
     def step(layout):
         from torch.distributed.fsdp import fully_shard
         from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
         warnings.simplefilter("error")
-        logging.getLogger("torch.distributed.tensor").setLevel(
-            logging.ERROR
-        )  # full_tensor() of FSDP × TP is slow
+        logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # full_tensor() of FSDP × TP is slow
 
         class MLP(nn.Module):
             def __init__(self):

@@ -43,9 +43,7 @@ def padded(*arguments):
 
 def record(config: TrainConfig) -> dict:
     """What train() makes of config, whole: by name, on rank 0. Runs on a rank."""
-    logging.getLogger("torch.distributed.tensor").setLevel(
-        logging.ERROR
-    )  # full_tensor() of FSDP × TP: two gathers
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # full_tensor() of FSDP × TP: two gathers
     minititan.train.batches = padded
     found = {"gradients": [], "updated": []}
 
@@ -86,9 +84,7 @@ def reference(config: TrainConfig) -> dict:
         optimizer.step()
         optimizer.zero_grad()
         found["updated"].append({n: p.detach().clone() for n, p in model.named_parameters()})
-    tokens_BT, targets_BT = padded(
-        corpus.held_back, config.global_batch, config.seq_len, 0, 0, 1, config.seed
-    )
+    tokens_BT, targets_BT = padded(corpus.held_back, config.global_batch, config.seq_len, 0, 0, 1, config.seed)
     with torch.no_grad():
         logits_NV = model(tokens_BT).flatten(0, 1)
     found["held"] = F.cross_entropy(logits_NV, targets_BT.flatten(), ignore_index=IGNORE).item()

@@ -55,9 +55,7 @@ def reference(config: ModelConfig):
 
 
 def whole(tensor):
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(
-        logging.ERROR
-    )  # two gathers: as it must
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # two gathers: as it must
     return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
@@ -202,9 +200,7 @@ def test_collectives_equal_the_formula():
                     with loss_parallel() if case == "vocabulary" else contextlib.nullcontext():
                         logits = model(tokens_BT)
                         if case == "by hand":
-                            loss = tp.vocab_parallel_cross_entropy_by_hand(
-                                logits, targets_BT, config.vocab_size
-                            )
+                            loss = tp.vocab_parallel_cross_entropy_by_hand(logits, targets_BT, config.vocab_size)
                         else:
                             loss = cross_entropy(logits, targets_BT)
                         loss.backward()
@@ -213,19 +209,13 @@ def test_collectives_equal_the_formula():
                 model.zero_grad()
                 with recording() as events:
                     step()
-                counts[case, n_layers] = Counter(
-                    (e.name, e.n_bytes) for e in events if e.lane == "communication"
-                )
+                counts[case, n_layers] = Counter((e.name, e.n_bytes) for e in events if e.lane == "communication")
         return counts
 
     counts = launch(on_rank, ranks=4, timeout=100)[0]
     n_bytes, N = B * T * TINY.dim * 8, B * T
-    per_block = {
-        case: counts[case, 2] - counts[case, 1] for case in ("by hand", "native", "sequence", "vocabulary")
-    }
-    assert (
-        per_block["by hand"] == per_block["native"] == per_block["vocabulary"] == {("all_reduce", n_bytes): 4}
-    )
+    per_block = {case: counts[case, 2] - counts[case, 1] for case in ("by hand", "native", "sequence", "vocabulary")}
+    assert per_block["by hand"] == per_block["native"] == per_block["vocabulary"] == {("all_reduce", n_bytes): 4}
     # f: a gather forward, a scatter backward; g the other way round
     assert per_block["sequence"] == {("all_gather", n_bytes): 4, ("reduce_scatter", n_bytes): 4}
     ends = {case: counts[case, 1] - per_block[case] for case in per_block}
@@ -259,9 +249,7 @@ def test_pieces_by_hand():
             found[case] = {"value": ((got - expected).norm() / expected.norm()).item()}
             for w in weights:
                 dist.all_reduce(w.grad)
-            for i, (t, twin) in enumerate(
-                zip([t for t in (whole, *weights) if t.requires_grad], twins, strict=True)
-            ):
+            for i, (t, twin) in enumerate(zip([t for t in (whole, *weights) if t.requires_grad], twins, strict=True)):
                 found[case][f"gradient {i}"] = ((t.grad - twin.grad).norm() / twin.grad.norm()).item()
 
         compare(
@@ -312,9 +300,7 @@ def test_pieces_by_hand():
                 assert logits.grad.dtype == dtype and not logits.grad[0].any()
                 error = (logits.grad - exact.grad).norm() / exact.grad.norm()
                 if dtype == torch.bfloat16:  # float32 inside, rounded once
-                    assert (
-                        loss.dtype == torch.float32 and (loss - truth).abs() < 1e-5 * truth and error < 5e-3
-                    )
+                    assert loss.dtype == torch.float32 and (loss - truth).abs() < 1e-5 * truth and error < 5e-3
                 else:
                     case = f"cross entropy {reduction} {shift}"
                     found[case] = {"loss": ((loss - truth).abs() / truth).item(), "gradient": error.item()}
@@ -328,9 +314,7 @@ def test_pieces_by_hand():
             "negative": lambda: tp.vocab_parallel_cross_entropy_by_hand(logits, torch.full((2, 5), -1), V),
             "token": lambda: tp.vocab_parallel_embedding_by_hand(torch.tensor([V]), table, V),
             "rows": lambda: tp.vocab_parallel_embedding_by_hand(torch.tensor([0]), torch.zeros(7, 8), V),
-            "reduction": lambda: tp.vocab_parallel_cross_entropy_by_hand(
-                logits, ignored, V, reduction="none"
-            ),
+            "reduction": lambda: tp.vocab_parallel_cross_entropy_by_hand(logits, ignored, V, reduction="none"),
         }.items():
             with pytest.raises(ValueError) as raised:
                 call()

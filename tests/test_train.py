@@ -140,9 +140,7 @@ def test_learning_rate_rises_then_falls_to_zero_after_the_last_step():
     rates = [lr_at(step, config) for step in range(11)]
     assert rates[:4] == pytest.approx([0.2, 0.4, 0.6, 0.8])
     assert rates[4:] == pytest.approx([1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0])
-    assert [lr_at(step, replace(config, schedule="constant")) for step in (3, 4, 9)] == pytest.approx(
-        [0.8, 1, 1]
-    )
+    assert [lr_at(step, replace(config, schedule="constant")) for step in (3, 4, 9)] == pytest.approx([0.8, 1, 1])
     assert lr_at(0, replace(config, warmup_steps=0)) == 1.0
 
 
@@ -156,10 +154,7 @@ def test_what_is_shown_logged_and_returned(tmp_path, capsys):
     (plain, mixed, narrow), (other, *_) = launch(both, str(tmp_path / "log.csv"), ranks=2, timeout=120)
     assert other.losses == plain.losses and other.grad_norms == plain.grad_norms  # global on every rank
     assert plain.n_parameters == mixed.n_parameters == count_parameters(TINY)
-    assert (
-        mixed.losses == pytest.approx(plain.losses, rel=2e-2) == narrow.losses
-        and mixed.losses != plain.losses
-    )
+    assert mixed.losses == pytest.approx(plain.losses, rel=2e-2) == narrow.losses and mixed.losses != plain.losses
 
     rows = list(csv.DictReader((tmp_path / "log.csv").read_text().splitlines()))
     assert [float(row["loss"]) for row in rows] == plain.losses
@@ -202,8 +197,7 @@ def test_a_broken_number_stops_all_ranks_before_the_optimizer_step():
             train(replace(CONFIG, log_every=0), watch)
         model = values.pop("model")
         same = all(
-            torch.equal(values[name].nan_to_num(), p.to_local().nan_to_num())
-            for name, p in model.named_parameters()
+            torch.equal(values[name].nan_to_num(), p.to_local().nan_to_num()) for name, p in model.named_parameters()
         )
         return str(error.value), moments[-1], same
 
@@ -222,9 +216,7 @@ def test_a_group_for_each_mesh_so_that_the_fused_kernel_takes_it():
             groups[moment] = [len(group["params"]) for group in build_optimizer(model, CONFIG).param_groups]
 
         train(replace(CONFIG, steps=1, log_every=0, parallel=ParallelConfig(dp_shard=2, tp=2)), watch)
-        train(
-            replace(CONFIG, steps=1, log_every=0, parallel=ParallelConfig(dp_shard=1, dp_replicate=2, tp=2))
-        )
+        train(replace(CONFIG, steps=1, log_every=0, parallel=ParallelConfig(dp_shard=1, dp_replicate=2, tp=2)))
         return groups["updated"]
 
     # 2 layers of 7 matrices and the two ends lie on fsdp × tp, 5 norms on fsdp

@@ -71,6 +71,4 @@ def show(times: dict[str, list[float]], ranks: int) -> None:
     print(f"{'':22}{'min':>8}{'median':>9}{'max':>8}{'runs':>6}{'median / warm':>15}")
     for name, seconds in times.items():
         middle = statistics.median(seconds)
-        print(
-            f"{name:22}{min(seconds):8.3f}{middle:9.3f}{max(seconds):8.3f}{len(seconds):6}{middle / warm:15.1f}"
-        )
+        print(f"{name:22}{min(seconds):8.3f}{middle:9.3f}{max(seconds):8.3f}{len(seconds):6}{middle / warm:15.1f}")

@@ -103,11 +103,7 @@ def _png(figure: Figure, dpi: int) -> bytes:
         raw = io.BytesIO()
         figure.savefig(raw, format="png", dpi=dpi)
     out = io.BytesIO()
-    image = (
-        Image.open(raw)
-        .convert("RGB")
-        .quantize(96, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
-    )
+    image = Image.open(raw).convert("RGB").quantize(96, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     image.save(out, format="png", optimize=True)
     return out.getvalue()
 
@@ -195,9 +191,7 @@ def text_width(text: str, size: float) -> float:
 
 def compound(points: Sequence[tuple[float, float]], corners: int) -> Outline:
     """One path of many closed polygons, so that an SVG stays small."""
-    codes = ([Outline.MOVETO] + [Outline.LINETO] * (corners - 2) + [Outline.CLOSEPOLY]) * (
-        len(points) // corners
-    )
+    codes = ([Outline.MOVETO] + [Outline.LINETO] * (corners - 2) + [Outline.CLOSEPOLY]) * (len(points) // corners)
     return Outline(points, codes)
 
 
@@ -215,10 +209,4 @@ def unit_of(largest: float) -> tuple[float, str]:
 
 
 def number(value: float) -> str:
-    return (
-        f"{value:.0f}"
-        if value >= 100 or value == int(value)
-        else f"{value:.1f}"
-        if value >= 10
-        else f"{value:.2f}"
-    )
+    return f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.1f}" if value >= 10 else f"{value:.2f}"

@@ -328,9 +328,7 @@ def position(thread: int, job: Job) -> dict:
     frame = sys._current_frames().get(thread)
     stack = list(traceback.StackSummary.extract(traceback.walk_stack(frame)))  # innermost first
     stack = stack[: _index_of_body(stack)]
-    call = next(
-        (f.name for f in stack if f.filename.endswith("distributed_c10d.py") and f.name[0] != "_"), None
-    )
+    call = next((f.name for f in stack if f.filename.endswith("distributed_c10d.py") and f.name[0] != "_"), None)
     own = next((f for f in stack if not _is_library(f.filename)), stack[0] if stack else None)
     where = ""
     if own is not None:

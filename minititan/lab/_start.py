@@ -48,8 +48,7 @@ class ForkServer:
                 stderr=complaints,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # an interrupt is for the kernel, which ends its ranks itself
-                env=os.environ
-                | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+                env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
             )
             theirs.close()
             atexit.register(self.close)

@@ -177,9 +177,7 @@ def _leaves(nested) -> Iterable[int]:
 
 def _arrow(ax: Axes, start: tuple, by: tuple, text: str) -> None:
     end = (start[0] + by[0], start[1] + by[1])
-    ax.add_patch(
-        FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=9, color=INK, shrinkA=0, shrinkB=0)
-    )
+    ax.add_patch(FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=9, color=INK, shrinkA=0, shrinkB=0))
     if by[0]:
         say(ax, end[0] + 0.06, end[1], text, 8.5, style="italic", ha="left")
     else:
@@ -242,9 +240,7 @@ def _held(shape: tuple[int, int], n_dims: int, spec, sizes: tuple[int, ...]) -> 
         return [(tuple(map(tuple, piece)), False) for piece in spec]
     words = [str(s).replace(" ", "") for s in spec]
     if len(words) != len(sizes):
-        raise ValueError(
-            f"{len(words)} placements {words} for {len(sizes)} mesh axes of sizes {sizes}: one an axis"
-        )
+        raise ValueError(f"{len(words)} placements {words} for {len(sizes)} mesh axes of sizes {sizes}: one an axis")
     splits = []  # (mesh axis, dim), in the order in which the tensor is cut
     for axis, word in enumerate(words):
         match = re.fullmatch(r"_?S(?:hard)?\((?:dim=)?(-?\d+).*\)", word)
@@ -273,9 +269,7 @@ def _shards_by_piece(shape, held) -> Drawing:
     panel_w = min(2.1, (WIDTH - 0.2) / per_line)
     panel_h = max(0.45, min(2.1, (panel_w - 0.3) * max(0.25, min(shape[0] / shape[1], 1.2))))
     figure = new_figure(lines * (panel_h + 0.55), "", width=per_line * panel_w + 0.1)
-    for ax, (name, pieces) in zip(
-        figure.subplots(lines, per_line, squeeze=False).flat, held.items(), strict=False
-    ):
+    for ax, (name, pieces) in zip(figure.subplots(lines, per_line, squeeze=False).flat, held.items(), strict=False):
         owners: dict[Piece, list[int]] = {}
         for rank, (piece, _) in enumerate(pieces):
             owners.setdefault(piece, []).append(rank)
@@ -319,24 +313,18 @@ def _frame(ax: Axes, shape, name: str, centred: bool = False) -> None:
     ax.set_title(name, loc="center" if centred else "left", weight="normal" if centred else "bold")
 
 
-def _piece(
-    ax: Axes, shape, piece: Piece, ranks: list[int], partial: bool, inches, text: str | None = None
-) -> None:
+def _piece(ax: Axes, shape, piece: Piece, ranks: list[int], partial: bool, inches, text: str | None = None) -> None:
     (r0, r1), (c0, c1) = piece
     if r0 == r1 or c0 == c1:
         return  # an empty shard
     unit_x, unit_y = shape[1] / inches[0], shape[0] / inches[1]  # of the tensor, an inch
     under = len(ranks) - 1
-    step = min(
-        0.075, 0.3 * min((c1 - c0) / unit_x, (r1 - r0) / unit_y) / max(under, 1)
-    )  # inches between cards
+    step = min(0.075, 0.3 * min((c1 - c0) / unit_x, (r1 - r0) / unit_y) / max(under, 1))  # inches between cards
     width, height = c1 - c0 - under * step * unit_x, r1 - r0 - under * step * unit_y
     for depth in reversed(range(len(ranks))):  # the first rank's card lies on top
         corner = (c0 + depth * step * unit_x, r0 + depth * step * unit_y)
         colour = rank_colour(ranks[depth])
-        ax.add_patch(
-            Rectangle(corner, width, height, facecolor=colour, edgecolor="white", linewidth=1.1, zorder=2)
-        )
+        ax.add_patch(Rectangle(corner, width, height, facecolor=colour, edgecolor="white", linewidth=1.1, zorder=2))
     if text is None:
         sign = " + " if partial else " = "
         text = sign.join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]}{sign}…{sign}{ranks[-1]}"
@@ -386,9 +374,7 @@ def timeline(
     """
     events = [e for e in _flat(events) if ranks is None or e.rank in set(ranks)]
     if not events:
-        raise ValueError(
-            "there are no events to draw: did the recording run on the ranks, and was its list returned?"
-        )
+        raise ValueError("there are no events to draw: did the recording run on the ranks, and was its list returned?")
     origin = min(e.start for e in events)
     end_ms = max(e.end for e in events) - origin
     low, high = window or (0.0, end_ms * 1e3)
@@ -419,9 +405,7 @@ def timeline(
     figure.alt = f"timeline of {_ranks(len(shown))} over {high - low:.1f} ms"
     ax = figure.add_subplot()
     ms_per_inch = (high - low) / (WIDTH - 1.9)
-    tight = {
-        _family(e) for _, lane, a, b, e in bars if lane == "compute" and not _fits(e.name, b - a, ms_per_inch)
-    }
+    tight = {_family(e) for _, lane, a, b, e in bars if lane == "compute" and not _fits(e.name, b - a, ms_per_inch)}
     by_phase: dict[str, list] = {}
     ticks, marks = [], []
     beside = ax.get_yaxis_transform()  # x in shares of the width, y in rows
@@ -600,9 +584,7 @@ def _memory_bars(data: Mapping[str, Mapping[str, float]], limit, title: str) -> 
 
 def _memory_over_time(samples: list, events: list, limit, title: str) -> Drawing:
     if not samples:
-        raise ValueError(
-            "there are no samples to draw: did the watch run on the ranks, and was its list returned?"
-        )
+        raise ValueError("there are no samples to draw: did the watch run on the ranks, and was its list returned?")
     ranks = sorted({s.rank for s in samples})
     kinds = _kinds(k for s in samples for k, v in s.n_bytes.items() if v)
     origin = min([s.time for s in samples] + [e.start for e in events])
@@ -682,9 +664,7 @@ def traffic(data, title: str = "") -> Drawing:
     n = len(pairs)
     if not n or any(len(row) != n for row in pairs):
         lengths = [len(row) for row in pairs]
-        raise ValueError(
-            f"`pairs` must be a square table, a row a rank; it has {n} rows of {lengths} numbers"
-        )
+        raise ValueError(f"`pairs` must be a square table, a row a rank; it has {n} rows of {lengths} numbers")
     largest = max(map(max, pairs))
     size, unit = unit_of(largest)
     cell = min(0.52, 4.6 / n)
@@ -766,9 +746,7 @@ def parity(errors: Mapping[str, Mapping[str, float]], tolerance: float = 1e-10, 
     for k, quantity in enumerate(quantities):
         offset = (k - (len(quantities) - 1) / 2) * min(0.2, 0.7 / len(quantities))
         points = [(y + offset, row[quantity]) for y, row in enumerate(errors.values()) if quantity in row]
-        points = [
-            (min(max(v, low), high) if math.isfinite(v) else high, y, v <= tolerance) for y, v in points
-        ]
+        points = [(min(max(v, low), high) if math.isfinite(v) else high, y, v <= tolerance) for y, v in points]
         style = {"linestyle": "none", "clip_on": False}
         x, y, _ = zip(*points, strict=True)
         ax.plot(x, y, marker=markers[k % 7], color=colours[k % 7], markersize=5.5, label=quantity, **style)
@@ -799,9 +777,7 @@ def parity(errors: Mapping[str, Mapping[str, float]], tolerance: float = 1e-10, 
 
 
 @styled
-def plan(
-    rows: Sequence[Sequence[str | None]], title: str = "", slots: Mapping[str, int] | None = None
-) -> Drawing:
+def plan(rows: Sequence[Sequence[str | None]], title: str = "", slots: Mapping[str, int] | None = None) -> Drawing:
     """The actions of a pipeline: a row a rank, a column a time slot; an empty slot is a bubble.
 
     rows: for each rank its slots; each None or "", or an action as torch prints it, "[stage]KIND[microbatch]": "F0",

@@ -238,9 +238,7 @@ def _compare_numbers(answer, expected, tolerance) -> str | None:
     if got.dim() == 1 and len(got) > 2:
         for shift in (1, -1):
             if _error(got, want.roll(-shift)) <= slack:
-                return (
-                    f"shifted by one: entry 0 holds what belongs to entry {shift % len(got)} (off by a rank?)"
-                )
+                return f"shifted by one: entry 0 holds what belongs to entry {shift % len(got)} (off by a rank?)"
     if got.numel() > 1 and _error(got.flatten().sort().values, want.flatten().sort().values) <= slack:
         return "the right values in another order"
     difference = (got - want).abs()
@@ -276,11 +274,7 @@ def _factor(got: Tensor, want: Tensor, slack: float) -> str | None:
         return None  # a single number is always some factor away: only a whole one says something
     times = str(whole) if abs(times - whole) <= 1e-6 * times else f"{times:.4g}"
     which = "large" if abs(ratio) > 1 else "small"
-    why = (
-        "a sum where a mean is wanted?"
-        if which == "large"
-        else "divided once too often, or one part of a sum?"
-    )
+    why = "a sum where a mean is wanted?" if which == "large" else "divided once too often, or one part of a sum?"
     return f"{times} times too {which} {sign}".rstrip() + (f" ({why})" if got.numel() > 1 else "")
 
 
@@ -307,8 +301,7 @@ def _does_nothing(function: Any) -> bool:
 def _says_not_implemented(error: BaseException) -> bool:
     inner = getattr(error, "exception", None)  # a RankError carries the rank's own
     return isinstance(error, NotSolvedYet | NotImplementedError) or (
-        isinstance(inner, NotSolvedYet | NotImplementedError)
-        or "NotImplementedError" in str(error).split("\n")[0]
+        isinstance(inner, NotSolvedYet | NotImplementedError) or "NotImplementedError" in str(error).split("\n")[0]
     )
 
 
@@ -375,9 +368,7 @@ exercise(
 )
 
 
-@exercise(
-    "00.global_mean", hint="two sums travel: one of the losses, one of the tokens; divide once, at the end"
-)
+@exercise("00.global_mean", hint="two sums travel: one of the losses, one of the tokens; divide once, at the end")
 def _(answer):
     from minititan.lab.launch import launch
 
@@ -569,9 +560,7 @@ exercise(
 )
 
 
-@exercise(
-    "04.hsdp_reduce", hint="first reduce-scatter inside the sharding group, then all-reduce what is left"
-)
+@exercise("04.hsdp_reduce", hint="first reduce-scatter inside the sharding group, then all-reduce what is left")
 def _(answer):
     from minititan.lab.launch import launch
     from minititan.lab.trace import recording
@@ -662,9 +651,7 @@ def _(answer):
     return Right("each rank has the same rows of w1 and of w3")
 
 
-@exercise(
-    "06.greedy_token", hint="what must others know of a rank's part? its best value, and which token that is"
-)
+@exercise("06.greedy_token", hint="what must others know of a rank's part? its best value, and which token that is")
 def _(answer):
     from minititan.lab.launch import launch
     from minititan.lab.trace import recording, traffic

@@ -105,9 +105,7 @@ def launch(
     """
     _check_place()
     if not callable(fn):
-        raise ValueError(
-            f"launch needs a function, got {fn!r}: write launch(fn, *args), not launch(fn(*args))"
-        )
+        raise ValueError(f"launch needs a function, got {fn!r}: write launch(fn, *args), not launch(fn(*args))")
     for name, value in (("ranks", ranks), ("threads", threads)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be a positive integer, got {value!r}")
@@ -184,9 +182,7 @@ class _CallPickler(cloudpickle.Pickler):
         build, parts = cloudpickle.Pickler.dispatch_table[types.CodeType](code)
         return build, tuple(code.co_filename if part == "<dynamic-code>" else part for part in parts)
 
-    dispatch_table: ClassVar = collections.ChainMap(
-        {types.CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table
-    )
+    dispatch_table: ClassVar = collections.ChainMap({types.CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
 
 
 def _dump_call(fn: Callable, args: tuple) -> bytes:
@@ -295,9 +291,7 @@ class _Rank:
 
 
 class _Launch:
-    def __init__(
-        self, call: bytes, ranks: int, device: str, timeout: float, threads: int, server: ForkServer | None
-    ):
+    def __init__(self, call: bytes, ranks: int, device: str, timeout: float, threads: int, server: ForkServer | None):
         self.call, self.device, self.timeout, self.threads = call, device, timeout, threads
         self.starter = server or Spawner()
         self.selector = selectors.DefaultSelector()
@@ -385,9 +379,7 @@ class _Launch:
 
     def _ask(self, patience: float) -> None:
         """Ask every rank that lives where it is, and wait for the answers."""
-        asked = [
-            rank for rank in self.ranks if rank.failed_at is None and rank.open and rank.exit_code is None
-        ]
+        asked = [rank for rank in self.ranks if rank.failed_at is None and rank.open and rank.exit_code is None]
         for rank in asked:
             rank.report = None
             with contextlib.suppress(OSError):
@@ -398,8 +390,12 @@ class _Launch:
 
     def _fail(self) -> None:
         self._ask(0.4)
-        self._pump(0.02)  # a death is told a moment after the complaints about it
-        failed = [rank for rank in self.ranks if rank.failed_at is not None]
+        patience = time.monotonic() + 3.0
+        while True:  # a death may be told a moment after its peers' complaints about it
+            failed = [rank for rank in self.ranks if rank.failed_at is not None]
+            if not all(map(_lost_connection, failed)) or time.monotonic() > patience:
+                break
+            self._pump(0.02)
         first = min(failed, key=lambda rank: (_lost_connection(rank), rank.failed_at))
         positions = {r.rank: self._position(r) for r in self.ranks if r is not first}
         exception = None
@@ -546,9 +542,7 @@ def _story(head: str, body: str, positions: dict[int, str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Run a function from a notebook on N ranks.")
-    parser.add_argument(
-        "--benchmark", action="store_true", required=True, help="print how long a start takes"
-    )
+    parser.add_argument("--benchmark", action="store_true", required=True, help="print how long a start takes")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=3, help="turns; a turn has 5 warm launches")
     given = parser.parse_args()

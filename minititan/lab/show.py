@@ -101,9 +101,7 @@ def _highlight(code: str) -> str:
             run += text  # neighbours of one colour, and blanks, share a tag
             continue
         out.append(
-            f'<span style="color:{colour}">{html.escape(run, quote=False)}</span>'
-            if colour
-            else html.escape(run)
+            f'<span style="color:{colour}">{html.escape(run, quote=False)}</span>' if colour else html.escape(run)
         )
         colour, run = new, text
     return "".join(out)

@@ -61,9 +61,7 @@ class Event:
     start: float
     end: float
     n_bytes: int = 0
-    phase: str = (
-        ""  # chooses the colour: forward, recompute, backward, optimizer, gather, reduce, exchange, ...
-    )
+    phase: str = ""  # chooses the colour: forward, recompute, backward, optimizer, gather, reduce, exchange, ...
     ranks: tuple[int, ...] = ()  # members of the group, as global ranks
     axis: str = ""  # mesh axis of the group, or its description; "" for the default group
     peer: int = -1  # the other end of a send or recv, or the root; a global rank
@@ -110,9 +108,7 @@ _NOT_A_COLLECTIVE = ("wait_tensor", "_wrap_tensor_autograd")
 # "Work::getFuture not implemented" on gloo in torch 2.13; asking, and building that error, takes 20 ms.
 _NO_FUTURE_ON_CPU = ("send", "recv", "reduce_scatter")
 
-_open: list[
-    _Recorder
-] = []  # a rank is one process: a span on any of its threads belongs to every open recording
+_open: list[_Recorder] = []  # a rank is one process: a span on any of its threads belongs to every open recording
 
 
 class _Recorder(TorchDispatchMode):
@@ -122,9 +118,7 @@ class _Recorder(TorchDispatchMode):
         self.events: list[Event] = []
         self.drafts: list[_Draft] = []
         self.flying: dict[int, _Flight] = {}
-        self.awaited: dict[
-            int, set[int]
-        ] = {}  # storage of a functional collective's output: works under way for it
+        self.awaited: dict[int, set[int]] = {}  # storage of a functional collective's output: works under way for it
         self.patience = 5.0  # seconds that `close` waits for what is still under way
         self.landed = threading.Condition()  # callbacks arrive on gloo's threads
 
@@ -242,9 +236,7 @@ def _n_bytes(tensors) -> int:
 def _describe(op: str, args: tuple) -> dict:
     """The fields of an Event, from the arguments of a c10d operator."""
     name, phase, whole = _COLLECTIVES[op]
-    group = next(
-        a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in a._type().qualified_name()
-    )
+    group = next(a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in a._type().qualified_name())
     group = dist.ProcessGroup.unbox(group)
     ranks = tuple(dist.get_process_group_ranks(group))
     tensors = [t for t in tree_leaves(args[:2]) if isinstance(t, Tensor)]
@@ -350,9 +342,7 @@ def trace_modules(
 
         def after_step(*_):
             for recorder in _open:
-                recorder.add(
-                    lane="compute", name="step", phase="optimizer", start=starts[-1], end=time.monotonic()
-                )
+                recorder.add(lane="compute", name="step", phase="optimizer", start=starts[-1], end=time.monotonic())
             starts.clear()
 
         hooks.append(optimizer.register_step_pre_hook(lambda *_: starts.append(time.monotonic())))
@@ -376,9 +366,7 @@ def _matching(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]
     modules = dict(model.named_modules())
     for pattern in patterns:
         if not fnmatch.filter(modules, pattern):
-            raise ValueError(
-                f"no module is called {pattern!r}; there are {', '.join(n for n in modules if n)}"
-            )
+            raise ValueError(f"no module is called {pattern!r}; there are {', '.join(n for n in modules if n)}")
     return {name: m for name, m in modules.items() if any(fnmatch.fnmatchcase(name, p) for p in patterns)}
 
 
@@ -406,9 +394,7 @@ def _trace_module(module: nn.Module, name: str) -> list:
 
 
 def _watch_backward(name: str, inputs: list[Tensor], output) -> None:
-    outputs = [
-        t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad and t.grad_fn is not None
-    ]
+    outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad and t.grad_fn is not None]
     if not outputs:
         return
     drafts: list[_Draft] = []
@@ -439,9 +425,7 @@ def _last_nodes(roots: list, stop: set) -> list:
         node = todo.pop()
         if node not in seen:
             seen.add(node)
-            behind = [
-                n for n, _ in node.next_functions if n is not None and type(n).__name__ != "AccumulateGrad"
-            ]
+            behind = [n for n, _ in node.next_functions if n is not None and type(n).__name__ != "AccumulateGrad"]
             if not behind or not stop.isdisjoint(behind):
                 last.append(node)
             todo += [n for n in behind if n not in stop]
@@ -464,9 +448,7 @@ class Traffic:
         return sum(map(sum, self.pairs))
 
 
-def traffic(
-    events: Iterable, world_size: int | None = None, key: Callable[[Event], str] = lambda e: e.name
-) -> Traffic:
+def traffic(events: Iterable, world_size: int | None = None, key: Callable[[Event], str] = lambda e: e.name) -> Traffic:
     """Bytes between each pair of ranks, if every collective of n ranks on N bytes runs as the usual ring:
 
     all_gather, reduce_scatter   each rank sends (n-1)/n N to the next
@@ -574,9 +556,7 @@ class _MemoryWatch(TorchDispatchMode):
         super().__init__()
         self.log: list[tuple[float, int, int]] = []
         self.kinds: dict[int, str] = {}
-        self.alive: dict[
-            int, tuple[weakref.ref, int]
-        ] = {}  # address of the storage: reference, serial number
+        self.alive: dict[int, tuple[weakref.ref, int]] = {}  # address of the storage: reference, serial number
         self.count = 0
 
     def note(self, tensor: Tensor, kind: str | None = None) -> None:
@@ -707,9 +687,7 @@ def save_chrome_trace(events: Iterable, path: str | os.PathLike) -> Path:
     for rank in sorted({e.rank for e in events}):
         out.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
         out.append({"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}})
-    for rank, lane, copy in sorted(
-        {(e.rank, e.lane, copy) for e, copy in entries}, key=lambda t: (t[0], tid[t[1:]])
-    ):
+    for rank, lane, copy in sorted({(e.rank, e.lane, copy) for e, copy in entries}, key=lambda t: (t[0], tid[t[1:]])):
         name, i = lane if copy == 0 else f"{lane} {copy + 1}", tid[lane, copy]
         out.append({"ph": "M", "pid": rank, "tid": i, "name": "thread_name", "args": {"name": name}})
         out.append({"ph": "M", "pid": rank, "tid": i, "name": "thread_sort_index", "args": {"sort_index": i}})
