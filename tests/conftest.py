@@ -2,6 +2,11 @@
 
 import psutil
 import pytest
+import torch
+
+torch.set_num_threads(
+    1
+)  # small models: threads that wait for each other cost more than they bring, on a busy machine most
 
 
 def pytest_configure(config):
