@@ -44,7 +44,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -183,6 +183,7 @@ class _KeepRandomNumbers(CustomGraphPass):
         return "minititan: keep random numbers"  # so that compiled blocks are found again in inductor's cache
 
 
+@cache  # dynamo compiles anew for each new backend, and gives up after 8
 def _compile_within(budget: float) -> Callable:
     """A backend of torch.compile: inductor, told the budget while it cuts the graph into forward and backward."""
 
@@ -245,9 +246,8 @@ def apply_activation_checkpoint(
             "The order: tensor parallel, then this, once, then compile (which mode='budget' is), then FSDP"
         )
     if mode == "budget":
-        within = _compile_within(budget)  # one for all: blocks of one kind are compiled once
         for block in places:
-            block.compile(backend=within)
+            block.compile(backend=_compile_within(budget))
         return model
     options = {"preserve_rng_state": preserve_rng_state}
     if mode == "per_op":
