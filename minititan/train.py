@@ -46,6 +46,7 @@ from minititan.grad_clip import clip_grad_norm_
 from minititan.meta_init import materialize, on_meta
 from minititan.metrics import Meter, flops_per_token, log_to
 from minititan.model import PRESETS, ModelConfig, Transformer
+from minititan.optimizer import build_adamw, warmup_stable_decay
 from minititan.parallel_dims import ParallelDims
 from minititan.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
 
@@ -78,7 +79,7 @@ class TrainConfig:
     seed: int = 0
     lr: float = 1e-2  # suits the debug model; 8B parameters want 3e-4
     warmup_steps: int = 20  # lr rises linearly from 0
-    schedule: Literal["linear", "constant"] = "linear"  # of lr after the warm-up: falling to 0, or as it is
+    decay_steps: int | None = None  # at the end, while lr falls to 0; None: all after the warm-up, 0: lr never falls
     weight_decay: float = 0.1
     max_norm: float = 1.0  # gradients are scaled down to this global norm
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"  # of parameters, gradients and AdamW's state
@@ -150,19 +151,11 @@ def check(config: TrainConfig, world_size: int) -> ParallelDims:
 
 
 def lr_at(step: int, config: TrainConfig) -> float:
-    """Learning rate of step 0, 1, ..: linear warm-up; then constant, or linear to 0 where step `steps` would be."""
-    warm = min((step + 1) / (config.warmup_steps + 1), 1.0)
-    left = min((config.steps - step) / max(config.steps - config.warmup_steps, 1), 1.0)
-    return config.lr * warm * (left if config.schedule == "linear" else 1.0)
-
-
-def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """Fused AdamW, a group for each mesh: the fused kernel takes no list that mixes meshes, or has plain tensors too."""
-    groups: dict = {}
-    for parameter in model.parameters():
-        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-    groups = [{"params": group} for group in groups.values()]
-    return torch.optim.AdamW(groups, config.lr, (0.9, 0.95), weight_decay=config.weight_decay, fused=True)
+    """Learning rate of step 0, 1, ..: linear warm-up, a plateau if decay_steps leaves one, then linear to 0."""
+    warmup_steps = min(config.warmup_steps, config.steps)  # a trial run of a few steps only warms up
+    rest = config.steps - warmup_steps
+    decay_steps = rest if config.decay_steps is None else min(config.decay_steps, rest)
+    return config.lr * warmup_stable_decay(config.steps, warmup_steps, decay_steps)(step)
 
 
 def cross_entropy_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
@@ -207,7 +200,7 @@ def train(config: TrainConfig, watch: Watch = lambda *_: None) -> TrainResult:
     n_parameters = sum(p.numel() for p in model.parameters())
     parallelize(model, dims, config)
     materialize(model, device, config.seed)
-    optimizer = build_optimizer(model, config)
+    optimizer = build_adamw(model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
 
     def microbatches(text: ByteCorpus, step: int) -> list[tuple[Tensor, Tensor]]:
         """This rank's (tokens_BT, targets_BT) of one step."""

@@ -17,7 +17,8 @@ import minititan.train
 from minititan.grad_clip import clip_grad_norm_
 from minititan.lab.launch import launch
 from minititan.model import PRESETS, ModelConfig, count_parameters
-from minititan.train import ParallelConfig, TrainConfig, build_optimizer, check, lr_at, parse, train
+from minititan.optimizer import build_adamw
+from minititan.train import ParallelConfig, TrainConfig, check, lr_at, parse, train
 
 TINY = ModelConfig(256, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=48)
 CONFIG = TrainConfig(
@@ -140,7 +141,8 @@ def test_learning_rate_rises_then_falls_to_zero_after_the_last_step():
     rates = [lr_at(step, config) for step in range(11)]
     assert rates[:4] == pytest.approx([0.2, 0.4, 0.6, 0.8])
     assert rates[4:] == pytest.approx([1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0])
-    assert [lr_at(step, replace(config, schedule="constant")) for step in (3, 4, 9)] == pytest.approx([0.8, 1, 1])
+    assert [lr_at(step, replace(config, decay_steps=0)) for step in (3, 4, 9)] == pytest.approx([0.8, 1, 1])
+    assert [lr_at(step, replace(config, decay_steps=2)) for step in (4, 8, 9)] == pytest.approx([1, 1, 0.5])
     assert lr_at(0, replace(config, warmup_steps=0)) == 1.0
 
 
@@ -213,7 +215,7 @@ def test_a_group_for_each_mesh_so_that_the_fused_kernel_takes_it():
         groups = {}
 
         def watch(moment, step, model):
-            groups[moment] = [len(group["params"]) for group in build_optimizer(model, CONFIG).param_groups]
+            groups[moment] = [len(group["params"]) for group in build_adamw(model.parameters()).param_groups]
 
         train(replace(CONFIG, steps=1, log_every=0, parallel=ParallelConfig(dp_shard=2, tp=2)), watch)
         train(replace(CONFIG, steps=1, log_every=0, parallel=ParallelConfig(dp_shard=1, dp_replicate=2, tp=2)))
