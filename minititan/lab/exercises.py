@@ -531,6 +531,57 @@ exercise(
     hint="TP cuts first: which block does tp own? then fsdp's part of that block",
 )
 
+# === 03 data parallel ==========================================================================================
+
+
+@exercise("03.share", hint="n times the sum of your losses, over the tokens of all ranks: what has to travel for that?")
+def _(answer):
+    from minititan.lab.launch import launch
+
+    def on_rank():
+        import torch.distributed as dist
+
+        rank = dist.get_rank()
+        weight = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+        result = answer(weight * torch.arange(1.0, 2.0 + rank, dtype=torch.float64) * 10**rank)
+        if _is_stub(result):
+            return None
+        result.backward()
+        return weight.grad
+
+    gradients = launch(on_rank, ranks=3, device="cpu", timeout=30)
+    if any(g is None for g in gradients):
+        raise NotSolvedYet
+    tokens = [torch.arange(1.0, 2.0 + rank, dtype=torch.float64) * 10**rank for rank in range(3)]
+    truth = torch.cat(tokens).mean().item()
+    got = sum(g.item() for g in gradients) / 3
+    if math.isclose(got, sum(t.mean().item() for t in tokens) / 3):
+        return "that is the mean of the ranks' means: a rank with one token weighs as much as one with three"
+    if math.isclose(3 * got, truth):
+        return "a third of what it should be: data parallel divides by the 3 ranks, so multiply by them"
+    return compare(got, truth)
+
+
+exercise(
+    "03.buckets",
+    on_calls(
+        [
+            (([4, 4, 4], 8), [[2, 1], [0]]),
+            (([4, 4, 4, 4], 8), [[3, 2], [1, 0]]),
+            (([100, 1, 1, 1], 2), [[3, 2], [1, 0]]),
+            (([5, 1, 9], 1), [[2], [1], [0]]),
+            (([1, 2, 3], 100), [[2, 1, 0]]),
+        ]
+    ),
+    hint="walk backwards; close the bucket after the parameter that makes it full; do not lose the rest",
+)
+
+exercise(
+    "03.tokens_to_hide",
+    on_calls([((400e12, 50e9, 4, 2), 8_000.0), ((400e12, 50e9, 2, 2), 4_000.0), ((1e15, 400e9, 4, 8), 4_375.0)]),
+    hint="4 t / flops seconds a parameter on one side; 2 (n-1)/n of `width` bytes over `bandwidth` on the other",
+)
+
 # === 04 FSDP2 ==================================================================================================
 
 exercise(
