@@ -62,8 +62,8 @@ def cross_entropy_sum(model, tokens_BT):
     return F.cross_entropy(model(tokens_BT[:, :-1]).mT, tokens_BT[:, 1:], reduction="sum")
 
 
-def train(model, ranks, accumulate, n_copies=1, replica=None, sync=skip_sync, sometimes=True, steps=2):
-    """Plain AdamW on the rows of `ranks` together -> losses, {name: gradient or None} a step, weights."""
+def train(model, ranks, accumulate, n_copies=1, replica=None, sync=skip_sync, sometimes=True, steps=3):
+    """3 steps of AdamW on the rows of `ranks` together -> losses, {name: gradient or None} a step, weights."""
     run = replica if isinstance(replica, nn.Module) else model
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     losses, gradients = [], []
@@ -79,9 +79,7 @@ def train(model, ranks, accumulate, n_copies=1, replica=None, sync=skip_sync, so
             losses.append(share.detach())
         gradients.append({k: None if p.grad is None else p.grad.clone() for k, p in model.named_parameters()})
         optimizer.step()
-        optimizer.zero_grad(set_to_none=step % 2 == 1)  # views must outlive either way
-        if step % 2 == 0:  # what has no gradient at all has none afterwards; AdamW must not decay it
-            assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+        optimizer.zero_grad(set_to_none=step % 2 == 0)  # a bucket must forget, and its views outlive, either
     return torch.stack(losses), gradients, {k: p.detach().clone() for k, p in model.named_parameters()}
 
 
@@ -134,9 +132,7 @@ def test_every_way_equals_one_process():
             for accumulate in (1, 2, 3):
                 model = Net(sometimes, seed=dist.get_rank())  # the first rank's weights are everybody's
                 replica = replicate(model, mesh)
-                ours = train(
-                    model, my_ranks(), accumulate, dist.get_world_size(), replica, sometimes=sometimes
-                )
+                ours = train(model, my_ranks(), accumulate, dist.get_world_size(), replica, sometimes=sometimes)
                 found[way, accumulate] = errors(ours, reference[accumulate, sometimes])
         return found
 
@@ -294,9 +290,7 @@ def test_kinds_do_not_mix_in_a_bucket():
     first, second = launch(look, ranks=2, device="cpu")
     for ours, theirs in zip(first, second, strict=True):
         assert torch.equal(ours, theirs)
-    assert torch.allclose(first[0], torch.full((4,), 1.5)) and torch.equal(
-        first[1], 2 * torch.ones(4).bfloat16()
-    )
+    assert torch.allclose(first[0], torch.full((4,), 1.5)) and torch.equal(first[1], 2 * torch.ones(4).bfloat16())
 
 
 def test_mistakes_are_told_with_their_numbers():
