@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -393,8 +394,10 @@ def test_budget_under_fsdp():
         mesh = init_device_mesh("cpu", (2,))
         x_BD = torch.randn(6, 8, dtype=torch.float64) * (1 + torch.distributed.get_rank())
         with drawing_as_eager():
-            model = apply_fsdp(apply_activation_checkpoint(mlps(), "budget", budget=0), mesh)
-            return worst(mlp_gradients(model, x_BD), mlp_gradients(apply_fsdp(mlps(), mesh), x_BD))
+            plain, model = mlps(), apply_activation_checkpoint(mlps(), "budget", budget=0)
+            for block in (*plain, *model):
+                fully_shard(block, mesh=mesh)
+            return worst(mlp_gradients(model, x_BD), mlp_gradients(plain, x_BD))
 
     for name, error in launch(compare, ranks=2, device="cpu", timeout=300):
         assert error < 1e-10, name
@@ -430,8 +433,6 @@ def test_budget_in_bytes_and_with_its_own_random_numbers():
 
 def test_mistakes_are_told_with_their_numbers():
     def sharded():
-        from torch.distributed.fsdp import fully_shard
-
         model = new_model(0.0)
         for block in model.layers.values():
             fully_shard(block, mesh=init_device_mesh("cpu", (2,)))

@@ -646,6 +646,71 @@ def _(answer):
     return Right(f"right, and {across} bytes of {mean.nbytes} are reduced across the groups")
 
 
+# === 05 activation checkpointing ===============================================================================
+
+
+exercise(
+    "05.segment",
+    on_calls([((16, 1, 1), 4), ((36, 1, 1), 6), ((32, 1, 20), 1), ((64, 16, 1), 32), ((12, 3, 1), 6)]),
+    hint="held are L / s inputs and s blocks: try every s that divides L",
+)
+
+
+@exercise("05.same_dice", hint="remember torch.get_rng_state() in forward; torch.random.fork_rng puts back what was")
+def _(answer):
+    weight = torch.arange(1.0, 9.0, dtype=torch.float64).requires_grad_()
+
+    def run(x):
+        return torch.nn.functional.dropout(x * weight, 0.5)
+
+    def gradients(apply, seed):
+        torch.manual_seed(seed)
+        x = torch.ones(8, dtype=torch.float64, requires_grad=True)
+        weight.grad = None
+        ask(apply, run, x).square().sum().backward()
+        return x.grad, weight.grad, torch.rand(3, dtype=torch.float64)
+
+    with torch.random.fork_rng(devices=[]):
+        for seed in range(4):
+            ours, truth = gradients(answer, seed), gradients(lambda run, x: run(x), seed)
+            for what, got, want in zip(("the input's gradient", "the weight's gradient"), ours, truth, strict=False):
+                said = "missing" if got is None else compare(got, want)
+                if not isinstance(said, Right):
+                    return f"{what} is not that of the mask that forward drew: {said}"
+            if not torch.equal(ours[2], truth[2]):
+                return (
+                    "gradients right, but after backward the generator draws other numbers than without checkpointing"
+                )
+    return Right("the same mask, and the same numbers after it")
+
+
+@exercise("05.keep", hint="itertools.combinations of every length; among those that fit, the most flops")
+def _(answer):
+    lists = [
+        ([("wq", 4, 16), ("wk", 1, 4), ("w1", 11, 44), ("w2", 4, 44)], 9),
+        ([("a", 5, 10), ("b", 4, 40), ("c", 6, 30), ("d", 4, 50)], 10),
+        ([("a", 6, 60), ("b", 5, 45), ("c", 5, 45)], 10),  # the best for its size first is not best
+        ([("a", 3, 1)], 2),
+    ]
+    for ops, room in lists:
+        kept = ask(answer, ops, room)
+        names = {name for name, _, _ in ops}
+        if not isinstance(kept, set | frozenset | list | tuple) or not set(kept) <= names:
+            return f"a set of names out of {sorted(names)} is asked for, not {_short(kept)}"
+        size = sum(size for name, size, _ in ops if name in kept)
+        saved = sum(flops for name, _, flops in ops if name in kept)
+        best = 0
+        for chosen in range(2 ** len(ops)):
+            some = [op for i, op in enumerate(ops) if chosen >> i & 1]
+            if sum(size for _, size, _ in some) <= room:
+                best = max(best, sum(flops for _, _, flops in some))
+        if size > room:
+            return f"{sorted(kept)} takes {size}, more than the room of {room}"
+        if saved < best:
+            return f"{sorted(kept)} spares {saved} flops in a room of {room}; {best} are possible"
+    return Right(f"{len(lists)} of {len(lists)} lists, as good as can be")
+
+
 # === 06 tensor parallel ========================================================================================
 
 
