@@ -378,6 +378,7 @@ def mlps():
 
 
 @while_compiling
+@pytest.mark.full
 def test_budget_keeps_dropout():
     """Compiled by inductor: some seconds the first time, then from its cache. At 0, all is run again."""
     x_BD = torch.randn(6, 8, dtype=torch.float64)
