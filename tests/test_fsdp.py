@@ -101,9 +101,7 @@ def whole(model, handle=None, gradients=False):
         return {k: t.cpu() for k, t in handle.whole(gradients).items()}
     found = {k: p.grad if gradients else p.detach().clone() for k, p in model.named_parameters()}
     found = {k: t for k, t in found.items() if t is not None}
-    if found and isinstance(
-        first := next(iter(found.values())), DTensor
-    ):  # like full_tensor(), in one message
+    if found and isinstance(first := next(iter(found.values())), DTensor):  # like full_tensor(), in one message
         pieces = [None] * first.device_mesh.size(first.device_mesh.ndim - 1)
         local = {k: t.to_local() for k, t in found.items()}
         dist.all_gather_object(pieces, local, group=first.device_mesh.get_group(first.device_mesh.ndim - 1))
@@ -126,9 +124,7 @@ WAYS = {
     "by hand, a process group": lambda model, line, grid: FullyShardByHand(model, line.get_group()),
     "by hand, HSDP": lambda model, line, grid: FullyShardByHand(model, grid),
     "by hand, 1 unit": lambda model, line, grid: FullyShardByHand(model, line, blocks=[]),
-    "by hand, 2 blocks": lambda model, line, grid: FullyShardByHand(
-        model, line, list(model.layers.values())[1:3]
-    ),
+    "by hand, 2 blocks": lambda model, line, grid: FullyShardByHand(model, line, list(model.layers.values())[1:3]),
     "flat": lambda model, line, grid: FlatParameterByHand(model, line),
     "flat, HSDP": lambda model, line, grid: FlatParameterByHand(model, grid),
     "native": lambda model, line, grid: apply_fsdp(model, line),
@@ -255,9 +251,7 @@ def test_collectives_and_bytes_equal_the_formula():
             with recording() as events:
                 for _ in range(3):
                     model(x_BD).sum().backward()
-            sizes = {
-                name: sorted(e.n_bytes for e in events if e.name == name) for name in {e.name for e in events}
-            }
+            sizes = {name: sorted(e.n_bytes for e in events if e.name == name) for name in {e.name for e in events}}
             seen[way] = sum(counted.get_comm_counts().values()), sizes
         return seen
 
@@ -280,9 +274,7 @@ def test_memory_is_given_back(by_hand):
 
     def measure():
         model = Net(freeze_one_weight=False)
-        whole_bytes = {
-            n: sum(p.nbytes for p in m.parameters()) for n, m in [*model.layers.items(), ("", model)]
-        }
+        whole_bytes = {n: sum(p.nbytes for p in m.parameters()) for n, m in [*model.layers.items(), ("", model)]}
         handle = by_hand(model, None)
         gathered, peaks = [], []
         for unit in handle.units:
@@ -303,9 +295,7 @@ def test_memory_is_given_back(by_hand):
         after_eval = sum(s.nbytes() for s in set(gathered))
         return whole_bytes, peaks, after_forward, after_backward, after_eval, len(gathered)
 
-    for whole_bytes, peaks, after_forward, after_backward, after_eval, n in launch(
-        measure, ranks=2, device="cpu"
-    ):
+    for whole_bytes, peaks, after_forward, after_backward, after_eval, n in launch(measure, ranks=2, device="cpu"):
         padding = 16 * 8 * DIM
         block = max(v for k, v in whole_bytes.items() if k)
         root = whole_bytes[""] - sum(v for k, v in whole_bytes.items() if k)
@@ -455,10 +445,7 @@ def test_native_keeps_ties_names_and_cpu():
         assert [n for n, _ in model.named_parameters()] == names
         assert model.output.weight is model.embedding.weight
         assert model.layers["0"].right.weight is model.layers["0"].left.weight
-        return {
-            n: (p.requires_grad, tuple(p.to_local().shape), str(p.placements))
-            for n, p in model.named_parameters()
-        }
+        return {n: (p.requires_grad, tuple(p.to_local().shape), str(p.placements)) for n, p in model.named_parameters()}
 
     first, second = launch(look, ranks=2, device="cpu")
     assert first["layers.0.mlp.up.weight"] == (False, (17, DIM), "(Shard(dim=0),)")
