@@ -584,6 +584,7 @@ def test_cuda_without_enough_gpus_says_how_many():
 
 
 def test_100_launches_leave_nothing(monkeypatch, tmp_path):
+    launch(rank_of, ranks=1)  # the server is there, and what importing torch caches
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
 

@@ -43,7 +43,8 @@ class Job:
     ranks: int
     device: str
     threads: int
-    port: int  # of the kernel's TCPStore
+    port: int  # of the kernel's TCPStore, where there is no store_file
+    store_file: str  # on Linux: a file in memory, that the kernel owns
     timeout: float
     call: bytes  # cloudpickle of (fn, args)
     cwd: str
@@ -210,8 +211,6 @@ def _call(job: Job) -> bytes:
         LOCAL_RANK=str(job.rank),
         WORLD_SIZE=str(job.ranks),
         LOCAL_WORLD_SIZE=str(job.ranks),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(job.port),
     )
     if sys.platform == "linux":  # every rank is on this host: do not depend on how its name resolves
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -228,7 +227,10 @@ def _call(job: Job) -> bytes:
         torch.cuda.set_device(job.rank)
     # the launcher's own deadline comes first and reports more than gloo's
     patience = datetime.timedelta(seconds=max(job.timeout, 1) + 3600)
-    store = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=patience)
+    if job.store_file:
+        store = dist.FileStore(job.store_file, job.ranks)
+    else:
+        store = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=patience)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if job.device == "cuda" else "cpu:gloo",
         store=store,
