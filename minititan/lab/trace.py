@@ -42,7 +42,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 
@@ -146,7 +146,8 @@ class _Recorder(TorchDispatchMode):
         fields = {"start": start, **_describe(name, args)}
         if isinstance(work, torch.ScriptObject):
             on_cpu = all(t.device.type == "cpu" for t in tree_leaves(args[0]))
-            has_future = not (on_cpu and fields["name"] in _NO_FUTURE_ON_CPU)
+            emulated = any(getattr(m, "works_have_futures", False) for m in _get_current_dispatch_mode_stack())
+            has_future = emulated or not (on_cpu and fields["name"] in _NO_FUTURE_ON_CPU)
             self.take_off(dist.Work.unbox(work), has_future, fields)
         else:  # monitored_barrier_ returns when it is over
             self.add(end=time.monotonic(), **fields)
