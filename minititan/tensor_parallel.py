@@ -9,28 +9,30 @@ or each head alone, so nothing travels.
             │      w1_fD, w3_fD     silu(w1 x) · (w3 x)        w2_Df          │
   rank 0  x ┼───▶ rows [0, f)  ───▶ features [0, f)  ───▶ columns [0, f)  y_0 ┼─▶ y_0 + y_1
   rank 1  x ┼───▶ rows [f, 2f) ───▶ features [f, 2f) ───▶ columns [f, 2f) y_1 ┼─▶ y_0 + y_1
-            │                                                                 │
-  forward:  identity                                                          all-reduce
-  backward: all-reduce                                                        identity
 
-f and g mirror each other. Forward, all ranks hold x and each y_r is one summand of the output: g adds them. Backward,
-all ranks hold dL/dy and each rank's dL/dx is one summand, for it saw only its own features: f adds them. Without f
-everything runs, but each gradient below this block is a summand that passes for the sum. Attention is the same pair
-with heads for features: wq, wk, wv by rows, wo by columns, a head never cut. Embedding and output are cut by
-vocabulary; the loss can then be taken without ever gathering the logits.
+                          f forward    backward          g forward        backward      norms see
+  tensor parallel         identity     all-reduce        all-reduce       identity      all T tokens, n times
+  + sequence parallel     all-gather   reduce-scatter    reduce-scatter   all-gather    T/n tokens each
+
+f and g mirror each other. Forward, each y_r is one summand of the output: g adds them. Backward, each rank's dL/dx is
+one summand, for it saw only its own features: f adds them. Without f everything runs, but each gradient below this
+block is a summand that passes for the sum. Sequence parallelism cuts the all-reduce into its two halves and lets norms,
+dropout and residuals live between them, on T/n tokens. A norm's weight is then whole but used on a part, so that its
+gradient is a summand too. Attention is the same pair with heads for features, a head never cut. Embedding and output
+are cut by vocabulary; the loss can then be taken without ever gathering the logits.
 
 Letters     B batch, T tokens, D model, H query heads, G key/value heads, K head dim, F feed-forward, V vocabulary,
-            N = B·T; lower case: this rank's part (f = F/n, v about V/n); n ranks, e bytes an element
-Traffic     4 all-reduces of B·T·D·e bytes a block: g of attention and of feed-forward, and both f. In a ring a rank
-            sends 2(n-1)/n of that, and nothing hides it. Sequence parallelism makes a reduce-scatter and an
-            all-gather of each: the same bytes. Once a model: one all-reduce each for the embedding and the output's
-            f, and B·T·V·e to gather the logits, or three reductions of B·T numbers for a vocabulary-parallel loss.
-Memory      1/n of all matrices, their gradients and optimizer states, and of the activations between the pair. Norms
-            and the B·T·D activations around them stay whole, or 1/n with sequence parallelism.
+            N = B·T; lower case: this rank's part (t = T/n, f = F/n, v about V/n); n ranks, e bytes an element
+Traffic     4 all-reduces of B·T·D·e bytes a block: f and g of attention and of feed-forward. In a ring a rank sends
+            2(n-1)/n of that, and nothing hides it. With sequence parallelism 4 all-gathers and 4 reduce-scatters: the
+            same bytes (and D numbers a norm). Once a model: one more f and g, and B·T·V·e to gather the logits, or
+            three all-reduces of B·T numbers for a vocabulary-parallel loss.
+Memory      1/n of all matrices, their gradients and optimizer states, and of the activations between the pair. What
+            norms keep is whole, or 1/n with sequence parallelism. The pair's inputs, 2 B·T·D a block, are whole either
+            way: to keep 1/n of them, backward must gather again, as Megatron's does.
 Use it      inside one NVLink domain (n up to 8), when a block does not fit or the batch per rank would fall below 1.
-            n divides H, G and F. Each matmul gets n times thinner, so efficiency falls with n.
-Not here    copies of key/value heads for n > G, overlap (async_tensor_parallel), sequence parallelism by hand; the
-            native one keeps its gathered inputs for backward, where Megatron gathers again.
+            n divides H, G and F, and T with sequence parallelism. Each matmul gets n times thinner: efficiency falls.
+Not here    copies of key/value heads for n > G, overlap (async_tensor_parallel), gathering again (notebook 07)
 References  Shoeybi et al. 2019, arXiv 1909.08053; Korthikanti et al. 2022, arXiv 2205.05198 (sequence parallelism)
 """
 
@@ -38,7 +40,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from copy import deepcopy
 from fnmatch import fnmatch
 from functools import partial
@@ -56,6 +57,14 @@ Plan = Mapping[str, parallel.ParallelStyle]
 
 # ---------------------------------------------------------------------------------------------------- by hand
 
+# torch 2.13 renamed all_gather_into_tensor and reduce_scatter_tensor, and warns of the old names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def _same(x: Tensor, group: Group) -> Tensor:
+    return x.view_as(x)
+
 
 def _all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     out = x.clone(memory_format=torch.contiguous_format)  # autograd may hand the same gradient to others
@@ -63,52 +72,56 @@ def _all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.Redu
     return out
 
 
-class _SumOverGroup(torch.autograd.Function):
-    """The sum over the group, of the tensor in forward (g) or of its gradient in backward (f)."""
+def _gather_tokens(x_BtD: Tensor, group: Group) -> Tensor:
+    x_nBtD = x_BtD.new_empty(dist.get_world_size(group), *x_BtD.shape)
+    _all_gather(x_nBtD.flatten(0, 1), x_BtD.contiguous(), group=group)  # one behind the other in dim 0
+    return x_nBtD.movedim(0, 1).flatten(1, 2)
+
+
+def _sum_and_scatter_tokens(x_BTD: Tensor, group: Group) -> Tensor:
+    n = dist.get_world_size(group)
+    check_tensor_parallel(n, seq_len=x_BTD.shape[1])
+    x_nBtD = x_BTD.unflatten(1, (n, -1)).movedim(1, 0).contiguous()
+    out_BtD = torch.empty_like(x_nBtD[0])
+    _reduce_scatter(out_BtD, x_nBtD.flatten(0, 1), group=group)
+    return out_BtD
+
+
+class _Mirrored(torch.autograd.Function):
+    """One function of (tensor, group) forward, and another one, of the gradient, backward."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, group: Group, in_forward: bool) -> Tensor:
-        ctx.group, ctx.in_forward = group, in_forward
-        return _all_reduce(x, group) if in_forward else x.view_as(x)
+    def forward(ctx, x: Tensor, group: Group, forward: Callable, backward: Callable) -> Tensor:
+        ctx.group, ctx.of_gradient = group, backward
+        return forward(x, group)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return grad if ctx.in_forward else _all_reduce(grad, ctx.group), None, None
+        return ctx.of_gradient(grad, ctx.group), None, None, None
 
 
-def copy_to_tp(x: Tensor, group: Group = None) -> Tensor:
-    """Megatron's f: x itself forward, the sum of its gradients over the group backward."""
-    return _SumOverGroup.apply(x, group, False)
+def enter_by_hand(x: Tensor, group: Group = None, sequence_parallel: bool = False) -> Tensor:
+    """f: x itself, and backward the sum of its gradients. Or this rank's T/n tokens -> all T, and their sum scattered."""
+    ways = (_gather_tokens, _sum_and_scatter_tokens) if sequence_parallel else (_same, _all_reduce)
+    return _Mirrored.apply(x, group, *ways)
 
 
-def reduce_from_tp(x: Tensor, group: Group = None) -> Tensor:
-    """Megatron's g: the sum of x over the group forward, the gradient itself backward."""
-    return _SumOverGroup.apply(x, group, True)
+def leave_by_hand(x: Tensor, group: Group = None, sequence_parallel: bool = False) -> Tensor:
+    """g: the sum of x, and backward the gradient itself. Or T/n tokens of the sum, and their gradients gathered."""
+    ways = (_sum_and_scatter_tokens, _gather_tokens) if sequence_parallel else (_all_reduce, _same)
+    return _Mirrored.apply(x, group, *ways)
 
 
-def column_linear_by_hand(x_BTD: Tensor, weight_fD: Tensor, group: Group = None) -> Tensor:
-    """x, whole on every rank -> this rank's output features [B, T, f]."""
-    return F.linear(copy_to_tp(x_BTD, group), weight_fD)
+def column_linear_by_hand(x: Tensor, weight_fD: Tensor, group: Group = None, sequence_parallel: bool = False) -> Tensor:
+    """x [B, T, D], whole on every rank, or [B, T/n, D] -> this rank's output features [B, T, f]."""
+    return F.linear(enter_by_hand(x, group, sequence_parallel), weight_fD)
 
 
-def row_linear_by_hand(x_BTf: Tensor, weight_Df: Tensor, group: Group = None) -> Tensor:
-    """This rank's input features -> the whole output [B, T, D]. (A bias would be added after the sum, once.)"""
-    return reduce_from_tp(F.linear(x_BTf, weight_Df), group)
-
-
-def attention_by_hand(
-    x_BTD: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, wo: Tensor, head_dim: int, group: Group = None
+def row_linear_by_hand(
+    x_BTf: Tensor, weight_Df: Tensor, group: Group = None, sequence_parallel: bool = False
 ) -> Tensor:
-    """Causal grouped-query attention, by heads -> [B, T, D], whole. Takes whole weights, uses this rank's part.
-
-    One f for three matrices: autograd adds their input gradients, then they are reduced once.
-    """
-    n, rank = dist.get_world_size(group), dist.get_rank(group)
-    x_BTD = copy_to_tp(x_BTD, group)
-    q, k, v = (F.linear(x_BTD, w.chunk(n, 0)[rank]) for w in (wq, wk, wv))
-    q_BhTK, k_BgTK, v_BgTK = (t.unflatten(-1, (-1, head_dim)).transpose(1, 2) for t in (q, k, v))
-    out_BhTK = F.scaled_dot_product_attention(q_BhTK, k_BgTK, v_BgTK, is_causal=True, enable_gqa=True)
-    return row_linear_by_hand(out_BhTK.transpose(1, 2).flatten(-2), wo.chunk(n, 1)[rank], group)
+    """This rank's input features -> [B, T, D], or [B, T/n, D]. (A bias would be added after the sum, once.)"""
+    return leave_by_hand(F.linear(x_BTf, weight_Df), group, sequence_parallel)
 
 
 def _vocab_start(vocab_size: int, n_rows: int, group: Group) -> int:
@@ -122,36 +135,41 @@ def _vocab_start(vocab_size: int, n_rows: int, group: Group) -> int:
 
 
 def vocab_parallel_embedding_by_hand(
-    tokens_BT: Tensor, weight_vD: Tensor, vocab_size: int, group: Group = None
+    tokens_BT: Tensor, weight_vD: Tensor, vocab_size: int, group: Group = None, sequence_parallel: bool = False
 ) -> Tensor:
-    """-> [B, T, D]: each rank looks up the tokens whose rows it holds and gives 0 for the others; g adds."""
+    """-> [B, T, D], or [B, T/n, D]: each rank looks up the tokens whose rows it holds, 0 for the others; g adds."""
     if ((tokens_BT < 0) | (tokens_BT >= vocab_size)).any():  # no rank would own it, all would add 0
         raise ValueError(f"a token is outside [0, {vocab_size}): they span {tokens_BT.aminmax()}")
     index_BT = tokens_BT - _vocab_start(vocab_size, len(weight_vD), group)
     mine_BT = (index_BT >= 0) & (index_BT < len(weight_vD))
-    return reduce_from_tp(F.embedding(index_BT * mine_BT, weight_vD) * mine_BT[..., None], group)
+    x_BTD = F.embedding(index_BT * mine_BT, weight_vD) * mine_BT[..., None]
+    return leave_by_hand(x_BTD, group, sequence_parallel)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits_Nv: Tensor, index_N: Tensor, group: Group) -> Tensor:
+    def forward(ctx, logits_Nv: Tensor, index_N: Tensor, smoothing: float, vocab_size: int, group: Group) -> Tensor:
         z_Nv = logits_Nv.to(torch.promote_types(logits_Nv.dtype, torch.float32))
         peak_N1 = _all_reduce(z_Nv.amax(1, keepdim=True), group, dist.ReduceOp.MAX)
         z_Nv = z_Nv - peak_N1  # so that exp cannot overflow
         mine_N = (index_N >= 0) & (index_N < z_Nv.shape[1])
         index_N1 = (index_N * mine_N)[:, None]
-        target_N = _all_reduce(z_Nv.gather(1, index_N1)[:, 0] * mine_N, group)  # one rank holds it, the others add 0
+        wanted_N = torch.where(mine_N, z_Nv.gather(1, index_N1)[:, 0], 0)  # one rank holds the target, the others add 0
+        if smoothing:
+            wanted_N = (1 - smoothing) * wanted_N + smoothing / vocab_size * z_Nv.sum(1)
+        wanted_N = _all_reduce(wanted_N, group)
         exp_Nv = z_Nv.exp_()
         sum_N = _all_reduce(exp_Nv.sum(1), group)
         ctx.save_for_backward(exp_Nv.div_(sum_N[:, None]), index_N1, mine_N)
-        ctx.dtype = logits_Nv.dtype
-        return sum_N.log() - target_N
+        ctx.dtype, ctx.smoothing, ctx.vocab_size = logits_Nv.dtype, smoothing, vocab_size
+        return sum_N.log() - wanted_N
 
     @staticmethod
-    def backward(ctx, grad_N: Tensor):  # grad * (softmax - one_hot), and nothing travels
+    def backward(ctx, grad_N: Tensor):  # grad * (softmax - what is wanted), and nothing travels
         softmax_Nv, index_N1, mine_N = ctx.saved_tensors
-        grad_Nv = (softmax_Nv * grad_N[:, None]).scatter_add_(1, index_N1, -(grad_N * mine_N)[:, None])
-        return grad_Nv.to(ctx.dtype), None, None
+        grad_Nv = (softmax_Nv - ctx.smoothing / ctx.vocab_size) * grad_N[:, None]
+        grad_Nv.scatter_add_(1, index_N1, (ctx.smoothing - 1) * (grad_N * mine_N)[:, None])
+        return grad_Nv.to(ctx.dtype), None, None, None, None
 
 
 def vocab_parallel_cross_entropy_by_hand(
@@ -161,19 +179,24 @@ def vocab_parallel_cross_entropy_by_hand(
     group: Group = None,
     ignore_index: int = -100,
     reduction: str = "mean",
+    label_smoothing: float = 0.0,
 ) -> Tensor:
     """Cross entropy in nats of logits cut by vocabulary, in float32 or better; no rank ever holds a whole row of logits.
 
-    Three reductions of B·T numbers forward, none backward. reduction: "mean" over the targets other than ignore_index,
-    or "sum". ValueError for a target outside the vocabulary (checking waits for the device once).
+    Three reductions of B·T numbers forward, none backward. reduction: "mean" over the targets other than ignore_index
+    (nan if there are none), or "sum". label_smoothing as in F.cross_entropy. ValueError for a target outside the
+    vocabulary (checking waits for the device once).
     """
     keep_BT = targets_BT != ignore_index
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"reduction {reduction!r} is neither 'mean' nor 'sum'")
+    if reduction not in ("mean", "sum") or not 0 <= label_smoothing <= 1:
+        raise ValueError(
+            f"reduction {reduction!r} must be 'mean' or 'sum', label_smoothing {label_smoothing} in [0, 1]"
+        )
     if (keep_BT & ((targets_BT < 0) | (targets_BT >= vocab_size))).any():
         raise ValueError(f"a target is outside [0, {vocab_size}) and not ignore_index {ignore_index}")
-    index_BT = targets_BT - _vocab_start(vocab_size, logits_BTv.shape[-1], group)
-    loss_N = _VocabParallelCrossEntropy.apply(logits_BTv.flatten(0, -2), index_BT.flatten(), group)
+    index_N = (targets_BT - _vocab_start(vocab_size, logits_BTv.shape[-1], group)).flatten()
+    logits_Nv = logits_BTv.flatten(0, -2)
+    loss_N = _VocabParallelCrossEntropy.apply(logits_Nv, index_N, label_smoothing, vocab_size, group)
     total = torch.where(keep_BT.flatten(), loss_N, 0).sum()
     return total if reduction == "sum" else total / keep_BT.sum()
 
@@ -184,7 +207,7 @@ def cut_dim(name: str) -> int | None:
     return dims.get(name.removesuffix(".weight").rpartition(".")[2])
 
 
-def apply_tensor_parallel_by_hand(model: nn.Module, group: Group = None) -> nn.Module:
+def apply_tensor_parallel_by_hand(model: nn.Module, group: Group = None, sequence_parallel: bool = False) -> nn.Module:
     """Megatron on a Llama with Meta's names, in place: plain parts for weights, f and g as hooks, and that is all.
 
     Every rank holds the same real weights before. The logits come out cut by vocabulary, for the cross entropy above.
@@ -193,6 +216,7 @@ def apply_tensor_parallel_by_hand(model: nn.Module, group: Group = None) -> nn.M
     check_tensor_parallel(n, **_sizes(model))
     if any(p.is_meta for p in model.parameters()):
         raise ValueError("the weights are on meta: a part by hand is a plain tensor, so materialize them first")
+    options = {"group": group, "sequence_parallel": sequence_parallel}
     parts: dict[nn.Parameter, nn.Parameter] = {}  # a tied weight is cut once
     for path, module in model.named_modules():
         kind = path.rpartition(".")[2]
@@ -201,29 +225,30 @@ def apply_tensor_parallel_by_hand(model: nn.Module, group: Group = None) -> nn.M
             part = nn.Parameter(weight.detach().chunk(n, dim)[rank].clone())
             module.weight = parts.setdefault(weight, part)
         if kind in ("attention", "feed_forward", "output"):
-            module.register_forward_pre_hook(lambda _, args: (copy_to_tp(args[0], group), *args[1:]))
+            module.register_forward_pre_hook(lambda _, args: (enter_by_hand(args[0], **options), *args[1:]))
         elif kind in ("wo", "w2"):
-            module.register_forward_hook(lambda _, args, out: reduce_from_tp(out, group))
+            module.register_forward_hook(lambda _, args, out: leave_by_hand(out, **options))
         elif kind == "tok_embeddings":
-            embed = partial(vocab_parallel_embedding_by_hand, vocab_size=vocab_size, group=group)
+            embed = partial(vocab_parallel_embedding_by_hand, vocab_size=vocab_size, **options)
             module.forward = lambda tokens_BT, m=module, embed=embed: embed(tokens_BT, m.weight)
+        elif sequence_parallel and dim is None and module._parameters:  # sees T/n tokens: the weight, too, needs an f
+            if type(module) is not nn.RMSNorm:
+                raise ValueError(f"{path} is a {type(module).__name__}: by hand, only nn.RMSNorm acts on T/n tokens")
+            norm = partial(F.rms_norm, normalized_shape=module.normalized_shape, eps=module.eps)
+            module.forward = lambda x, m=module, norm=norm: norm(x, weight=enter_by_hand(m.weight, group))
     return model
 
 
 # ----------------------------------------------------------------------------------------------------- native
 
 _META_NAMES = {  # transformers' name of a module -> Meta's (a constant)
-    **{
-        "embed_tokens": "tok_embeddings",
-        "self_attn": "attention",
-        "mlp": "feed_forward",
-        "lm_head": "output",
-    },
-    **{"q_proj": "wq", "k_proj": "wk", "v_proj": "wv", "o_proj": "wo"},
-    **{"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
-    **{"input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm"},
-}
-
+    "embed_tokens": "tok_embeddings", "self_attn": "attention", "mlp": "feed_forward", "lm_head": "output",
+    "q_proj": "wq", "k_proj": "wk", "v_proj": "wv", "o_proj": "wo", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2",
+    "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
+}  # fmt: skip
+_SIZES = {  # by the rows of which module
+    "wq": "n_heads", "wk": "n_kv_heads", "w1": "ffn_dim", "tok_embeddings": "vocab_size", "output": "vocab_size"
+}  # fmt: skip
 _INSIDE = re.compile(r"(^|\.)(attention|self_attn|feed_forward|mlp)\.")
 
 
@@ -236,7 +261,7 @@ def check_tensor_parallel(tp: int, *, vocab_size: int | None = None, **divided: 
     if type(tp) is not int or tp < 1:
         raise ValueError(f"the tensor parallel degree must be a whole number of at least 1, got {tp!r}")
     divided = {name: size for name, size in divided.items() if size is not None}
-    wrong = [f"{name} {size} is no multiple of it" for name, size in divided.items() if size % tp]
+    wrong = [f"{name} {size} is no multiple ({ceil(size / tp) * tp} is)" for name, size in divided.items() if size % tp]
 
     def each_has_a_row(n: int) -> bool:
         return vocab_size is None or ceil(vocab_size / n) * (n - 1) < vocab_size
@@ -251,15 +276,12 @@ def check_tensor_parallel(tp: int, *, vocab_size: int | None = None, **divided: 
 
 def _sizes(model: nn.Module) -> dict[str, int]:
     """The arguments of check_tensor_parallel, from the modules that are there."""
-    heads, rows = {"wq": "n_heads", "wk": "n_kv_heads"}, {"w1": "ffn_dim"}
-    rows |= {"tok_embeddings": "vocab_size", "output": "vocab_size"}
     sizes = {}
     for path, module in model.named_modules():
         parent, _, leaf = path.rpartition(".")
-        if (name := _META_NAMES.get(leaf, leaf)) in heads:
-            sizes[heads[name]] = len(module.weight) // model.get_submodule(parent).head_dim
-        elif name in rows:
-            sizes[rows[name]] = len(module.weight)
+        if name := _SIZES.get(_META_NAMES.get(leaf, leaf)):
+            width = model.get_submodule(parent).head_dim if "heads" in name else 1
+            sizes[name] = len(module.weight) // width
     return sizes
 
 
@@ -299,15 +321,12 @@ def llama_plan(model: nn.Module, sequence_parallel: bool = False, loss_parallel:
 def hf_llama_plan(model: nn.Module, sequence_parallel: bool = False, loss_parallel: bool = False) -> Plan:
     """The same for transformers' LlamaForCausalLM or LlamaModel."""
     x, whole = Shard(1) if sequence_parallel else Replicate(), Replicate()
-    plan = _plan(x, loss_parallel) | {
-        "layers.*.attention": parallel.PrepareModuleInput(
-            input_kwarg_layouts={"hidden_states": x}, desired_input_kwarg_layouts={"hidden_states": whole}
-        )
-    }
+    take = {"input_kwarg_layouts": {"hidden_states": x}, "desired_input_kwarg_layouts": {"hidden_states": whole}}
+    plan = _plan(x, loss_parallel) | {"layers.*.attention": parallel.PrepareModuleInput(**take)}
     if sequence_parallel:  # transformers counts positions on the embedding's output, and slices the norm's
-        take = {"input_layouts": whole, "desired_input_layouts": x, "use_local_output": True}
+        cut = {"input_layouts": whole, "desired_input_layouts": x, "use_local_output": True}
         plan["tok_embeddings"] = parallel.RowwiseParallel(input_layouts=whole)
-        plan["layers.0"] = parallel.PrepareModuleInput(**take)
+        plan["layers.0"] = parallel.PrepareModuleInput(**cut)
         plan["norm"] = parallel.SequenceParallel(use_local_output=True)
     hf_names = {meta: hf for hf, meta in _META_NAMES.items()}
 
@@ -329,9 +348,10 @@ def apply_tensor_parallel(
 
     Apply it before activation checkpointing, compile and FSDP, to a model that is on meta or the same on all ranks: each
     keeps its part, nothing is sent. Tied parameters stay one. plan None: `llama_plan` or `hf_llama_plan`, whichever fits
-    the module names, after checking the sizes; sequences must then be divisible by n with sequence_parallel. Logits are
-    plain and whole, or with loss_parallel a DTensor cut by vocabulary: take F.cross_entropy and its backward within
-    `torch.distributed.tensor.parallel.loss_parallel()`.
+    the module names, after checking the sizes. With sequence_parallel n must divide the sequence, and a norm's gradient
+    is a Partial DTensor: its summands are added when somebody reads it (clipping, FSDP, the optimizer). Logits are plain
+    and whole, or with loss_parallel a DTensor cut by vocabulary: take F.cross_entropy (torch refuses label_smoothing)
+    and its backward within `torch.distributed.tensor.parallel.loss_parallel()`.
 
     ValueError: sizes that n does not divide, a mesh of several axes, unknown module names, DTensors already there.
     """
@@ -353,8 +373,9 @@ def apply_tensor_parallel(
     first: dict[nn.Parameter, str] = {}
     names = [(name, first.setdefault(p, name)) for name, p in model.named_parameters(remove_duplicate=False)]
     if sequence_parallel:
+        check = partial(check_tensor_parallel, mesh.size())
         for embedding in (m for m in model.modules() if isinstance(m, nn.Embedding)):
-            embedding.register_forward_pre_hook(partial(_check_sequence, mesh.size()))
+            embedding.register_forward_pre_hook(lambda _, args: check(seq_len=args[0].shape[1]))
     parallel.parallelize_module(model, mesh, dict(plan), src_data_rank=None)
     for name, source in names:  # two names of one parameter have become two DTensors: tie them again
         path, _, leaf = name.rpartition(".")
@@ -362,10 +383,6 @@ def apply_tensor_parallel(
     for module in (m for path, m in model.named_modules() if path in ("output", "lm_head")):
         module.register_forward_hook(_not_a_view)
     return model
-
-
-def _check_sequence(n: int, module: nn.Module, args: tuple[Tensor]) -> None:
-    check_tensor_parallel(n, seq_len=args[0].shape[1])
 
 
 def _not_a_view(module: nn.Module, args: tuple, out: Tensor) -> Tensor:
@@ -376,80 +393,79 @@ def _not_a_view(module: nn.Module, args: tuple, out: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------------- demo
 
 
-class _Part(nn.Module):
-    """Modules by name and a function over them: enough of a Llama to prove the above on."""
+class _Attention(nn.ModuleDict):  # no positions in the demo
+    head_dim = 4
 
-    def __init__(self, run: Callable, **modules: nn.Module):
-        super().__init__()
-        self.run = run
-        for name, module in modules.items():
-            self.add_module(name, module)
-
-    def forward(self, *args):
-        return self.run(self, *args)
-
-
-def _tiny_llama(V: int, D: int, K: int, kv_dim: int, ffn_dim: int) -> nn.Module:
-    norm, linear = partial(nn.RMSNorm, D, 1e-5), partial(nn.Linear, bias=False)
-
-    def attend(m, x, cos, sin):  # no positions in the demo
-        q, k, v = (w(x).unflatten(-1, (-1, K)).transpose(1, 2) for w in (m.wq, m.wk, m.wv))
+    def forward(self, x, cos, sin):
+        q, k, v = (self[w](x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in ("wq", "wk", "wv"))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return m.wo(out.transpose(1, 2).flatten(-2))
+        return self.wo(out.transpose(1, 2).flatten(-2))
 
-    def block(m, x):
-        x = x + m.attention(m.attention_norm(x), None, None)
-        return x + m.feed_forward(m.ffn_norm(x))
 
-    attention = _Part(attend, wq=linear(D, D), wk=linear(D, kv_dim), wv=linear(D, kv_dim), wo=linear(D, D))
-    attention.head_dim = K
-    ffn = {"w1": linear(D, ffn_dim), "w3": linear(D, ffn_dim), "w2": linear(ffn_dim, D)}
-    feed_forward = _Part(lambda m, x: m.w2(F.silu(m.w1(x)) * m.w3(x)), **ffn)
-    inner = {"attention": attention, "feed_forward": feed_forward}
-    layers = nn.ModuleDict({"0": _Part(block, attention_norm=norm(), ffn_norm=norm(), **inner)})
+class _FeedForward(nn.ModuleDict):
+    def forward(self, x):
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class _Block(nn.ModuleDict):
+    def forward(self, x):
+        x = x + self.attention(self.attention_norm(x), None, None)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class _Llama(nn.ModuleDict):
+    def forward(self, tokens):
+        return self.output(self.norm(self.layers["0"](self.tok_embeddings(tokens))))
+
+
+def _tiny_llama(V: int, D: int, C: int, ffn_dim: int) -> nn.Module:
+    norm, linear = partial(nn.RMSNorm, D, 1e-5), partial(nn.Linear, bias=False)
+    attention = _Attention({"wq": linear(D, D), "wk": linear(D, C), "wv": linear(D, C), "wo": linear(D, D)})
+    ffn = _FeedForward({"w1": linear(D, ffn_dim), "w3": linear(D, ffn_dim), "w2": linear(ffn_dim, D)})
+    block = _Block({"attention_norm": norm(), "attention": attention, "ffn_norm": norm(), "feed_forward": ffn})
     ends = {"tok_embeddings": nn.Embedding(V, D), "norm": norm(), "output": linear(D, V)}
-    return _Part(lambda m, x: m.output(m.norm(m.layers["0"](m.tok_embeddings(x)))), layers=layers, **ends)
+    return _Llama({"layers": nn.ModuleDict({"0": block}), **ends}).double()
 
 
 def demo() -> None:
-    """Loss and all gradients in float64 against one process: by hand, native, with sequence and loss parallel."""
+    """Loss and all gradients in float64 against one process: by hand and native, with sequence and loss parallel."""
     dist.init_process_group("gloo")
     n, rank = dist.get_world_size(), dist.get_rank()
     mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("tp",))
     torch.manual_seed(0)
-    V, K = 64 * n - 3, 4  # n does not divide the vocabulary
-    whole = _tiny_llama(V, D=4 * n * K, K=K, kv_dim=2 * n * K, ffn_dim=12 * n).double()
+    V = 64 * n - 3  # n does not divide the vocabulary
+    whole = _tiny_llama(V, D=16 * n, C=8 * n, ffn_dim=12 * n)
     tokens_BT, targets_BT = torch.randint(V, (2, 2, 4 * n))
     targets_BT[0, :3] = -100
     truth = F.cross_entropy(whole(tokens_BT).flatten(0, 1), targets_BT.flatten())
     truth.backward()
     worst = torch.zeros((), dtype=torch.float64)
-
-    def compare(what: str, loss: Tensor, model: nn.Module) -> None:
-        errors = {"loss": ((loss - truth) / truth).abs()}
-        for (name, p), reference in zip(model.named_parameters(), whole.parameters(), strict=True):
-            grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-            expected = reference.grad
-            if grad.shape != expected.shape:  # by hand: a part
-                expected = expected.chunk(n, cut_dim(name))[rank]
-            errors[name] = (grad - expected).norm() / expected.norm()
-        error = torch.stack(list(errors.values())).max().detach()
-        dist.all_reduce(error, dist.ReduceOp.MAX)
-        worst.copy_(torch.maximum(worst, error))
-        if rank == 0:
-            print(f"{what:44} largest error of loss and {len(errors) - 1} gradients: {error:.1e}")
-
-    by_hand = apply_tensor_parallel_by_hand(deepcopy(whole))
-    loss = vocab_parallel_cross_entropy_by_hand(by_hand(tokens_BT), targets_BT, V)
-    loss.backward()
-    compare("by hand", loss, by_hand)
-    for sequence, vocabulary in ((False, False), (True, False), (False, True), (True, True)):
-        model = apply_tensor_parallel(deepcopy(whole), mesh, None, sequence, vocabulary)
-        with parallel.loss_parallel() if vocabulary else nullcontext():
-            loss = F.cross_entropy(model(tokens_BT).flatten(0, 1), targets_BT.flatten())
-            loss.backward()
-        loss = loss.full_tensor() if vocabulary else loss
-        compare("native" + ", sequence parallel" * sequence + ", loss parallel" * vocabulary, loss, model)
+    for way in ("by hand", "native", "native, loss parallel"):
+        for sequence in (False, True):
+            model = deepcopy(whole)
+            if way == "by hand":
+                apply_tensor_parallel_by_hand(model, sequence_parallel=sequence)
+                loss = vocab_parallel_cross_entropy_by_hand(model(tokens_BT), targets_BT, V)
+                loss.backward()
+            else:
+                apply_tensor_parallel(model, mesh, None, sequence, loss_parallel="loss" in way)
+                with parallel.loss_parallel():  # for DTensors: plain logits take the plain way
+                    loss = F.cross_entropy(model(tokens_BT).flatten(0, 1), targets_BT.flatten())
+                    loss.backward()
+            loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
+            errors = [((loss - truth) / truth).abs().detach()]
+            for name, p in model.named_parameters():
+                grad, expected = p.grad, whole.get_parameter(name).grad
+                grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
+                if grad.shape != expected.shape:  # by hand: a part
+                    expected = expected.chunk(n, cut_dim(name))[rank]
+                errors.append((grad - expected).norm() / expected.norm())
+            error = torch.stack(errors).max()
+            dist.all_reduce(error, dist.ReduceOp.MAX)
+            worst = torch.maximum(worst, error)
+            if rank == 0:
+                case = way + ", sequence parallel" * sequence
+                print(f"{case:40} largest error of loss and {len(errors) - 1} gradients: {error:.1e}")
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()

@@ -38,6 +38,8 @@ import tyro
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 from tqdm import tqdm
 
 from minititan.data import ByteCorpus, batches
@@ -84,6 +86,8 @@ class TrainConfig:
     max_norm: float = 1.0  # gradients are scaled down to this global norm
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"  # of parameters, gradients and AdamW's state
     compute_dtype: Literal["float32", "bfloat16"] | None = None  # FSDP gathers and computes in it
+    sequence_parallel: bool = False  # with tp: norms and residuals on 1/tp of the tokens; tp divides seq_len
+    loss_parallel: bool = False  # with tp: the loss of logits that stay cut by vocabulary
     eval_batches: int = 4  # held-back batches, read before the first and after the last step
     log_every: int = 10  # steps between lines, where there is no terminal for a bar; 0: no lines
     csv: str | None = None  # a file that gets a row a step
@@ -117,7 +121,8 @@ def parallelize(model: nn.Module, dims: ParallelDims, config: TrainConfig) -> nn
     the others have left on a rank, module by module as it finds them.
     """
     if dims.tp > 1:
-        apply_tensor_parallel(model, dims.axis("tp"))
+        flags = {"sequence_parallel": config.sequence_parallel, "loss_parallel": config.loss_parallel}
+        apply_tensor_parallel(model, dims.axis("tp"), **flags)
     compute_dtype = getattr(torch, config.compute_dtype) if config.compute_dtype else None
     if dims.size("hsdp") > 1 or compute_dtype:
         apply_fsdp(model, dims.axis("hsdp" if dims.dp_replicate > 1 else "fsdp"), param_dtype=compute_dtype)
@@ -132,8 +137,8 @@ def check(config: TrainConfig, world_size: int) -> ParallelDims:
             f"{', '.join(other)}: not composed yet. What works is dp_replicate × dp_shard × tp: set pp, cp and ep to 1 "
             f"and split the {world_size} ranks among those three."
         )
-    divided = ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
-    check_tensor_parallel(dims.tp, **{name: getattr(model, name) for name in divided})
+    divided = {name: getattr(model, name) for name in ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")}
+    check_tensor_parallel(dims.tp, **divided, seq_len=config.seq_len if config.sequence_parallel else None)
     for name in ("steps", "global_batch", "seq_len", "accumulate", "eval_batches", "lr", "max_norm"):
         if not 0 < (value := getattr(config, name)) < math.inf:
             raise ValueError(f"{name}={value} must be above 0")
@@ -161,7 +166,8 @@ def lr_at(step: int, config: TrainConfig) -> float:
 def cross_entropy_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     """Sum over valid tokens, in float32 or better."""
     logits_NV = logits_BTV.flatten(0, 1).to(torch.promote_types(logits_BTV.dtype, torch.float32))
-    return F.cross_entropy(logits_NV, targets_BT.flatten(), ignore_index=IGNORE, reduction="sum")
+    loss = F.cross_entropy(logits_NV, targets_BT.flatten(), ignore_index=IGNORE, reduction="sum")
+    return loss.to_local() if isinstance(loss, DTensor) else loss  # whole on every rank
 
 
 def check_finite(step: int, config: TrainConfig, losses: list[float], **values: float) -> None:
@@ -207,6 +213,7 @@ def train(config: TrainConfig, watch: Watch = lambda *_: None) -> TrainResult:
         rows = batches(text, config.global_batch, config.seq_len, step, dp_rank, dp_size, config.seed)
         return list(zip(*(x_BT.to(device).chunk(config.accumulate) for x_BT in rows), strict=True))
 
+    @loss_parallel()  # of logits that are DTensors, others take the plain way
     @torch.no_grad()
     def held_back_loss() -> float:
         total = torch.zeros(2, dtype=torch.float64, device=device)
@@ -217,6 +224,7 @@ def train(config: TrainConfig, watch: Watch = lambda *_: None) -> TrainResult:
         dist.all_reduce(total, group=loss_group)
         return (total[0] / total[1]).item()
 
+    @loss_parallel()
     def forward_backward(step: int) -> float:
         """Leaves the gradients of one step in the parameters; returns its global loss."""
         pieces = microbatches(corpus, step)

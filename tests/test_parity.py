@@ -133,6 +133,20 @@ def test_eight_ranks_are_one_process():
     run_and_compare([layout(*factors) for factors in FAST])
 
 
+def test_sequence_and_loss_parallel():
+    """Each alone and both, alone and with FSDP and replicas; 259 rows are 65, 65, 65 and 64 on four ranks."""
+    sequence, loss = {"sequence_parallel": True}, {"loss_parallel": True}
+    odd = replace(CONFIG, model=replace(MODEL, vocab_size=259, tied=True), **sequence, **loss)
+    layouts = [layout(1, 1, 4, odd), layout(1, 2, 2, replace(CONFIG, **sequence))]
+    run_and_compare([*layouts, layout(2, 1, 2, replace(CONFIG, **loss))], ranks=4)
+
+
+@pytest.mark.full
+def test_sequence_and_loss_parallel_on_eight_ranks():
+    config = replace(CONFIG, sequence_parallel=True, loss_parallel=True)
+    run_and_compare([layout(*factors, config) for factors in ((1, 1, 8), (1, 2, 4), (2, 2, 2), (2, 1, 4))])
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("factors", [f for f in FACTORINGS if f not in FAST], ids=str)
 def test_eight_ranks_are_one_process_in_every_other_factoring(factors):
@@ -161,6 +175,10 @@ def test_what_is_not_composed_is_refused_with_the_reason():
             assert f"pp {p}" in str(error.value) or f"cp {c}" in str(error.value)
     with pytest.raises(ValueError, match=r"n_kv_heads 4 .*\[1, 2, 4\]"):
         check(replace(layout(1, 1, 8), model=replace(MODEL, n_kv_heads=4)), 8)
+    short = replace(layout(1, 2, 4), seq_len=18)
+    check(short, 8)
+    with pytest.raises(ValueError, match=r"degree 4: seq_len 18 is no multiple \(20 is\); take \[1, 2\]"):
+        check(replace(short, sequence_parallel=True), 8)
 
 
 def test_the_comparison_can_fail():
