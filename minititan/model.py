@@ -16,7 +16,16 @@ Parameters, with H query heads, G key/value heads of K = D/H numbers and a feed-
 which gives 8,030,261,248 for the 8B model, the published count to the unit. A token costs, forward and backward, about
 6 flops a parameter outside tok_embeddings and 6·n_layers·D·T for causal attention over T tokens.
 
-Five seams let the file be sharded without a change to it:
+With n_experts above 0 every block has a mixture of experts in place of its feed-forward. A router scores E small
+feed-forwards (of f hidden numbers each) for every token; the top_k best compute, the others cost nothing; shared experts
+see all tokens. So parameters grow with E and flops with top_k:
+
+    moe     x ─┬─ router: K of E experts, K weights ─ rows sorted by expert ─ experts ─ weighted sum ─ + ─
+               └─ shared_experts: one feed-forward of n_shared_experts · f ───────────────────────────┘
+
+    a layer   E·D + (E + n_shared_experts)·3·D·f in place of 3·D·F, of which a token uses E·D + (K + n_shared)·3·D·f
+
+Six seams let the file be sharded without a change to it:
 
 1. `layers` is a ModuleDict under the layers' own numbers, and both ends are optional. A pipeline stage is the same
    class with fewer layers; its parameters keep the names, hence the initial values, of the whole.
@@ -26,13 +35,16 @@ Five seams let the file be sharded without a change to it:
 4. Positions are an argument, so a rank that holds tokens 4096 to 8191 rotates by the true ones. cos and sin are
    computed from them in every forward: there is no buffer that could be left on meta.
 5. `init_parameter(name, tensor, generator)` fills one whole parameter by its name, apart from construction.
+6. `moe.experts(x_SD, counts_E)` takes rows sorted by expert, which expert parallel exchanges before and after.
 
 Left out: dropout and biases (Llama has none), key/value caches (this trains), masks between documents.
 
-References: Llama 3 (arXiv 2407.21783), RoPE (2104.09864), GQA (2305.13245), SwiGLU (2002.05202), RMSNorm (1910.07467).
+References: Llama 3 (arXiv 2407.21783), RoPE (2104.09864), GQA (2305.13245), SwiGLU (2002.05202), RMSNorm (1910.07467),
+experts: DeepSeekMoE (2401.06066), balance by a bias (2408.15664), sigmoid scores and both together (2412.19437).
 RoPE pairs number i of a head with number i + K/2, as `transformers` does: weights cross over by renaming alone.
 
-Shape suffixes: B batch, T tokens, D model dim, V vocabulary, H query heads, G key/value heads, K head dim.
+Shape suffixes: B batch, T tokens, D model dim, V vocabulary, H query heads, G key/value heads, K head dim. In the experts:
+E experts, K experts of a token, N = B·T, S = N·K rows, F hidden numbers, I and O inputs and outputs of a matrix.
 """
 
 import math
@@ -43,6 +55,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -51,6 +64,10 @@ class ModelConfig:
 
     rope_scaling: by how much Llama 3.1 and later slow the slow rotations, for contexts beyond 8,192 tokens (8 in 3.1,
     32 in 3.2, 1 for not at all); it changes the logits at every length.
+    n_experts: 0 for a dense model; else each block has so many experts of expert_ffn_dim (None: ffn_dim), of which a
+    token uses top_k, and n_shared_experts more that all tokens use.
+    bias_rate: what an expert's bias is moved by, up or down, in a step (0: never); balance_loss: weight of the loss term
+    for even load (0: none). See `Router`.
     """
 
     vocab_size: int
@@ -64,6 +81,12 @@ class ModelConfig:
     rope_theta: float = 500_000.0
     tied: bool = False
     rope_scaling: float = 1.0
+    n_experts: int = 0
+    top_k: int = 2
+    n_shared_experts: int = 0
+    expert_ffn_dim: int | None = None
+    bias_rate: float = 0.001
+    balance_loss: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "max_seq_len"):
@@ -84,6 +107,29 @@ class ModelConfig:
         for name in ("norm_eps", "rope_theta", "rope_scaling"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)!r}")
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        least = {"n_experts": 0, "n_shared_experts": 0, "top_k": 1, "expert_ffn_dim": 1}
+        for name, at_least in least.items():
+            value = getattr(self, name)
+            if name == "expert_ffn_dim" and value is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+                raise ValueError(f"{name} must be a whole number of at least {at_least}, got {value!r}")
+        for name in ("bias_rate", "balance_loss"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)!r}")
+        if self.n_experts and self.top_k > self.n_experts:
+            raise ValueError(
+                f"a token cannot go to top_k {self.top_k} of n_experts {self.n_experts}: take a top_k from 1 to "
+                f"{self.n_experts}, or more experts"
+            )
+        if not self.n_experts and (self.n_shared_experts or self.expert_ffn_dim or self.balance_loss):
+            raise ValueError(
+                f"n_experts 0 is a dense model, and n_shared_experts {self.n_shared_experts}, expert_ffn_dim "
+                f"{self.expert_ffn_dim}, balance_loss {self.balance_loss} would be ignored: take n_experts of 1 or more"
+            )
 
     @property
     def head_dim(self) -> int:
@@ -93,6 +139,7 @@ class ModelConfig:
 # vocab_size, dim, n_layers, n_heads, n_kv_heads, ffn_dim
 PRESETS: dict[str, ModelConfig] = {
     "debug": ModelConfig(256, 64, 4, 8, 4, 176),
+    "debug-moe": ModelConfig(256, 64, 4, 8, 4, 176, n_experts=8, top_k=2, n_shared_experts=1, expert_ffn_dim=64),
     "llama3-1b": ModelConfig(128_256, 2048, 16, 32, 8, 8192, 131_072, tied=True, rope_scaling=32.0),
     "llama3-8b": ModelConfig(128_256, 4096, 32, 32, 8, 14_336),
     "llama3-70b": ModelConfig(128_256, 8192, 80, 64, 8, 28_672),
@@ -146,14 +193,131 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, dim: int, ffn_dim: int) -> None:
         super().__init__()
-        self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)  # gate
-        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)  # down
-        self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)  # up
+        self.w1 = nn.Linear(dim, ffn_dim, bias=False)  # gate
+        self.w2 = nn.Linear(ffn_dim, dim, bias=False)  # down
+        self.w3 = nn.Linear(dim, ffn_dim, bias=False)  # up
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x_BTD)) * self.w3(x_BTD))
+
+
+class _WithLoss(torch.autograd.Function):
+    """x itself, and in backward the gradient of `loss` on top: a loss term that no one has to carry to the end."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(loss)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad, torch.ones_like(ctx.saved_tensors[0])
+
+
+class Router(nn.Module):
+    """Which top_k experts each token goes to, and with what weights.
+
+    A score is a sigmoid, each expert's for itself. A token's weights are its chosen scores, made to sum to 1 (but for
+    top_k 1, where that would be a constant, and teach nothing). Two ways to even load, alone or together:
+
+    bias: an expert with less than its share of the rows is moved up by bias_rate after each step (`update_expert_bias`
+    of expert_parallel), one with more down. It acts on the choice and not on the weights, so it has no gradient. It is
+    kept as a whole number of steps: exact in every layout and dtype. `tokens_per_expert` counts rows since the
+    last update, in backward: once a microbatch, not again when activations are recomputed, never in evaluation.
+
+    loss: balance_loss · E / (K T) · sum over experts of (a sequence's rows) · (mean share of the scores), for each
+    sequence of T tokens. It adds its gradient here; what the model returns does not show it. It counts as the mean over
+    the sequences of a call; a loop whose loss is weighed otherwise sets `sequence_weight`, what one sequence counts.
+    Where a sequence lies on several ranks, `whole_sequence` is replaced by the sum over them.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.top_k, self.bias_rate, self.balance_loss = config.top_k, config.bias_rate, config.balance_loss
+        self.sequence_weight: float | None = None
+        self.gate = nn.Linear(config.dim, config.n_experts, bias=False)
+        self.whole_sequence = nn.Identity()
+        steps, counts = (torch.zeros(config.n_experts, dtype=torch.int64) for _ in range(2))
+        self.register_buffer("bias_steps", steps)
+        self.register_buffer("tokens_per_expert", counts, persistent=False)
+
+    def forward(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """-> weights_BTK, in float32 or better, experts_BTK, and counts_BE: rows of each sequence for each expert."""
+        logits_BTE = self.gate(x_BTD)
+        scores_BTE = logits_BTE.to(torch.promote_types(logits_BTE.dtype, torch.float32)).sigmoid()
+        experts_BTK = (scores_BTE.detach() + self.bias_rate * self.bias_steps).topk(self.top_k).indices
+        weights_BTK = scores_BTE.gather(-1, experts_BTK)
+        if self.top_k > 1:
+            weights_BTK = weights_BTK / (weights_BTK.sum(-1, keepdim=True) + 1e-20)
+        counts_BE = torch.zeros_like(scores_BTE[:, 0], dtype=torch.int64)
+        counts_BE.scatter_add_(1, experts_BTK.flatten(1), torch.ones_like(experts_BTK).flatten(1))
+        if weights_BTK.requires_grad:
+            if self.balance_loss:
+                weights_BTK = _WithLoss.apply(weights_BTK, self._uneven(scores_BTE, counts_BE))
+            weights_BTK.register_hook(lambda _: self._count(counts_BE))
+        return weights_BTK, experts_BTK, counts_BE
+
+    def _count(self, counts_BE: Tensor) -> None:
+        self.tokens_per_expert += counts_BE.sum(0)
+
+    def _uneven(self, scores_BTE: Tensor, counts_BE: Tensor) -> Tensor:
+        weight = 1 / len(scores_BTE) if self.sequence_weight is None else self.sequence_weight
+        counts_BE = self.whole_sequence(counts_BE)
+        rows_B1 = counts_BE.sum(1, keepdim=True)  # K T
+        load_BE = counts_BE * scores_BTE.shape[-1] / rows_B1.to(scores_BTE.dtype)  # 1 when even
+        shares_BE = (scores_BTE / scores_BTE.sum(-1, keepdim=True)).sum(1) * self.top_k / rows_B1  # mean over T
+        return self.balance_loss * weight * (load_BE * shares_BE).sum()
+
+
+def grouped_linear(x_SI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
+    """The first counts_E[0] rows times the first matrix, the next counts_E[1] times the second, ... -> [S, O]."""
+    if x_SI.is_meta:  # nobody knows the counts; shape and flops are those of one matrix for all
+        return F.linear(x_SI, weight_EOI[0])
+    if x_SI.dtype == torch.bfloat16 and not any(size % 8 for size in weight_EOI.shape[1:]):
+        ends_E = counts_E.cumsum(0, dtype=torch.int32)  # one kernel for all, and the host does not wait for the counts
+        return F.grouped_mm(x_SI, weight_EOI.transpose(1, 2), offs=ends_E)
+    pairs = zip(x_SI.split(counts_E.tolist()), weight_EOI, strict=True)
+    return torch.cat([F.linear(x, weight) for x, weight in pairs])
+
+
+class GroupedExperts(nn.Module):
+    """E feed-forwards in three tensors. An expert without rows gets a gradient of zeros, not None."""
+
+    def __init__(self, n_experts: int, dim: int, ffn_dim: int) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.empty(n_experts, ffn_dim, dim))  # gate
+        self.w2 = nn.Parameter(torch.empty(n_experts, dim, ffn_dim))  # down
+        self.w3 = nn.Parameter(torch.empty(n_experts, ffn_dim, dim))  # up
+
+    def forward(self, x_SD: Tensor, counts_E: Tensor) -> Tensor:
+        """Rows sorted by expert, and how many each has. Of weights that are cut by expert, this rank's are used."""
+        w1, w2, w3 = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2, self.w3))
+        h_SF = F.silu(grouped_linear(x_SD, w1, counts_E)) * grouped_linear(x_SD, w3, counts_E)
+        return grouped_linear(h_SF, w2, counts_E)
+
+
+class MoE(nn.Module):
+    """Each token through top_k of n_experts, and through the shared ones. No capacity: no token is ever dropped."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        ffn_dim = config.expert_ffn_dim or config.ffn_dim
+        self.router = Router(config)
+        self.experts = GroupedExperts(config.n_experts, config.dim, ffn_dim)
+        shared = config.n_shared_experts * ffn_dim
+        self.shared_experts = FeedForward(config.dim, shared) if shared else None
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        weights_BTK, experts_BTK, counts_BE = self.router(x_BTD)
+        order_S = experts_BTK.flatten().argsort(stable=True)  # which of the N·K comes as number s when sorted by expert
+        rows_SD = x_BTD.flatten(0, 1)[order_S // experts_BTK.shape[-1]]
+        out_SD = self.experts(rows_SD, counts_BE.sum(0))
+        out_SD = torch.zeros_like(out_SD).index_copy(0, order_S, out_SD)
+        out_BTKD = out_SD.unflatten(0, experts_BTK.shape)
+        out_BTD = (out_BTKD * weights_BTK[..., None].to(out_BTKD.dtype)).sum(2)
+        return out_BTD if self.shared_experts is None else out_BTD + self.shared_experts(x_BTD)
 
 
 class TransformerBlock(nn.Module):
@@ -162,11 +326,15 @@ class TransformerBlock(nn.Module):
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.attention = Attention(config)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.feed_forward = FeedForward(config)
+        self.is_moe = config.n_experts > 0
+        if self.is_moe:
+            self.moe = MoE(config)
+        else:
+            self.feed_forward = FeedForward(config.dim, config.ffn_dim)
 
     def forward(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos_TK, sin_TK)
-        return x_BTD + self.feed_forward(self.ffn_norm(x_BTD))
+        return x_BTD + (self.moe if self.is_moe else self.feed_forward)(self.ffn_norm(x_BTD))
 
 
 class Transformer(nn.Module):
@@ -223,11 +391,14 @@ class Transformer(nn.Module):
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator | None = None) -> None:
         """Fills `tensor`, the whole of parameter `name`, in place.
 
-        Norms 1. Matrices normal with std 1/sqrt(inputs), which keeps the size of what passes through; wo and w2, which
+        Norms 1, a router's counts 0. Matrices normal with std 1/sqrt(inputs), which keeps the size of what passes through; wo and w2, which
         add to the residual stream, smaller by sqrt(2 n_layers). The embedding std 1. The output, and with it a tied
         embedding, std 0.02 or less, so that the first loss is close to log(vocab_size).
         """
-        kind = name.split(".")[-2]
+        kind = name.removesuffix(".weight").rpartition(".")[2]
+        if kind in ("bias_steps", "tokens_per_expert"):
+            tensor.zero_()
+            return
         std = tensor.shape[-1] ** -0.5
         if kind in ("wo", "w2"):
             std /= (2 * self.config.n_layers) ** 0.5
@@ -243,10 +414,15 @@ class Transformer(nn.Module):
             self.init_parameter(name, parameter, generator)
 
 
-def count_parameters(config: ModelConfig) -> int:
-    """Number of parameters, a tied matrix counted once; built on meta, so that 405B cost no memory."""
+def count_parameters(config: ModelConfig, active: bool = False) -> int:
+    """Number of parameters, a tied matrix counted once; built on meta, so that 405B cost no memory.
+
+    active: without the experts that a token does not use, n_experts - top_k a layer.
+    """
     with torch.device("meta"):
-        return sum(p.numel() for p in Transformer(config).parameters())
+        parameters = dict(Transformer(config).named_parameters())
+    idle = config.n_experts - config.top_k if active and config.n_experts else 0
+    return sum(p.numel() - (p.numel() // len(p) * idle if ".experts." in n else 0) for n, p in parameters.items())
 
 
 _ENDS_TO_HF = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
@@ -265,6 +441,8 @@ _LAYER_TO_HF = {
 
 def _hf_names(config: ModelConfig) -> dict[str, str]:
     """Our name -> its name in `transformers`, for every parameter."""
+    if config.n_experts:
+        raise ValueError(f"no Llama of transformers has experts, and this one has n_experts {config.n_experts}")
     names = {f"{ours}.weight": f"{hf}.weight" for ours, hf in _ENDS_TO_HF.items()}
     for i in range(config.n_layers):
         for ours, hf in _LAYER_TO_HF.items():
@@ -303,7 +481,8 @@ def demo() -> None:
     """Counts the presets' parameters, then shows that pipeline stages compose to the whole model."""
     say = print if os.environ.get("RANK", "0") == "0" else (lambda *_: None)
     for name, config in PRESETS.items():
-        say(f"{name:12} {count_parameters(config):>15,} parameters")
+        active = f", a token uses {count_parameters(config, active=True):,}" if config.n_experts else ""
+        say(f"{name:12} {count_parameters(config):>15,} parameters{active}")
     config = PRESETS["debug"]
     whole = Transformer(config).double()
     whole.init_weights(torch.Generator().manual_seed(0))

@@ -13,12 +13,14 @@ from minititan.model import (
     Transformer,
     count_parameters,
     from_hf_state_dict,
+    grouped_linear,
     rotary_angles,
     to_hf_state_dict,
 )
 
 DEBUG = PRESETS["debug"]
 TIED = dataclasses.replace(DEBUG, tied=True)
+DEBUG_MOE = PRESETS["debug-moe"]
 
 
 def build(config, seed=0, dtype=torch.float64, **parts):
@@ -47,9 +49,15 @@ def test_parameter_counts_are_the_published_ones(name):
 
 def test_the_formula_of_the_docstring_counts_the_same():
     for c in PRESETS.values():
-        layer = 2 * c.dim**2 + 2 * c.dim * c.n_kv_heads * c.head_dim + 3 * c.dim * c.ffn_dim + 2 * c.dim
+        attention = 2 * c.dim**2 + 2 * c.dim * c.n_kv_heads * c.head_dim + 2 * c.dim
         ends = c.vocab_size * c.dim * (1 if c.tied else 2) + c.dim
-        assert count_parameters(c) == c.n_layers * layer + ends
+        for n_experts, active in ((c.n_experts, False), (c.top_k, True)):
+            layer = attention + 3 * c.dim * c.ffn_dim
+            if c.n_experts:
+                experts = n_experts + c.n_shared_experts
+                layer = attention + c.n_experts * c.dim + experts * 3 * c.dim * (c.expert_ffn_dim or c.ffn_dim)
+            assert count_parameters(c, active) == c.n_layers * layer + ends
+    assert count_parameters(dataclasses.replace(DEBUG, n_experts=4)) > count_parameters(DEBUG)  # ffn_dim each
 
 
 @pytest.mark.parametrize(
@@ -65,6 +73,15 @@ def test_the_formula_of_the_docstring_counts_the_same():
         ({"max_seq_len": -1}, "max_seq_len must be a whole number"),
         ({"norm_eps": 0.0}, "norm_eps must be above 0"),
         ({"rope_theta": float("nan")}, "rope_theta must be above 0, got nan"),
+        ({"n_experts": -1}, "n_experts must be a whole number of at least 0, got -1"),
+        ({"n_experts": 4, "top_k": 0}, "top_k must be a whole number of at least 1, got 0"),
+        ({"n_experts": 4, "top_k": 5}, "top_k 5 of n_experts 4: take a top_k from 1 to 4"),
+        ({"n_experts": 1}, "top_k 2 of n_experts 1"),
+        ({"n_experts": 4, "expert_ffn_dim": 0}, "expert_ffn_dim must be a whole number of at least 1, got 0"),
+        ({"n_experts": 4, "n_shared_experts": True}, "n_shared_experts must be a whole number"),
+        ({"n_experts": 4, "bias_rate": -1.0}, "bias_rate must be 0 or more, got -1.0"),
+        ({"n_experts": 4, "balance_loss": float("nan")}, "balance_loss must be 0 or more, got nan"),
+        ({"n_shared_experts": 1}, "n_experts 0 is a dense model, and n_shared_experts 1.*take n_experts of 1"),
     ],
 )
 def test_sizes_that_do_not_fit_are_told(change, told):
@@ -177,7 +194,7 @@ def test_names_of_another_model_are_told():
 # --- the arithmetic ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [DEBUG, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize("config", [DEBUG, TIED, DEBUG_MOE], ids=["untied", "tied", "experts"])
 def test_backward_is_the_derivative_in_float64(config):
     model = build(config)
     inputs, targets = tokens(length=25)[:, :-1], tokens(length=25)[:, 1:]
@@ -276,6 +293,117 @@ def test_a_sequence_above_max_seq_len_is_told():
         model(tokens())
 
 
+# --- experts -------------------------------------------------------------------------------------------------------
+
+
+def every_expert_for_every_token(moe, x_BTD):
+    """The same mixture with a mask in place of all sorting: what each token gets from each expert, and the scores."""
+    router, experts, K = moe.router, moe.experts, moe.router.top_k
+    scores = (x_BTD @ router.gate.weight.T).sigmoid()
+    threshold = (
+        (scores + router.bias_rate * router.bias_steps).detach().sort(-1, descending=True).values[..., K - 1 : K]
+    )
+    chosen = (scores + router.bias_rate * router.bias_steps).detach() >= threshold
+    weights = scores * chosen
+    if K > 1:
+        weights = weights / weights.sum(-1, keepdim=True)
+    hidden = torch.einsum("btd,efd->btef", x_BTD, experts.w1), torch.einsum("btd,efd->btef", x_BTD, experts.w3)
+    out = torch.einsum("btef,edf->bted", F.silu(hidden[0]) * hidden[1], experts.w2)
+    out = (out * weights[..., None]).sum(2)
+    return out + (moe.shared_experts(x_BTD) if moe.shared_experts else 0), scores, chosen
+
+
+MIXTURES = {
+    "2 of 8 and a shared one": DEBUG_MOE,
+    "1 of 8": dataclasses.replace(DEBUG_MOE, top_k=1, n_shared_experts=0),
+    "all of 3": dataclasses.replace(DEBUG_MOE, n_experts=3, top_k=3, n_shared_experts=2, expert_ffn_dim=5),
+    "1 of 1": dataclasses.replace(DEBUG_MOE, n_experts=1, top_k=1),
+    "with a loss for even load": dataclasses.replace(DEBUG_MOE, balance_loss=0.3),
+}
+
+
+@pytest.mark.parametrize("sequence_weight", [None, 2.0])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_mixture_is_the_sum_over_all_experts_with_most_weights_zero(name, sequence_weight):
+    config = MIXTURES[name]
+    moe = build(config).layers["2"].moe
+    moe.router.sequence_weight = sequence_weight  # None: the mean over the 3
+    moe.router.bias_rate = 0.05
+    moe.router.bias_steps += torch.arange(config.n_experts) % 3  # they change who is chosen, and no weight
+    x_BTD = torch.randn(3, 7, config.dim, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    towards = torch.randn(x_BTD.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    found = []
+    for forward in (moe, lambda x: every_expert_for_every_token(moe, x)):
+        x = x_BTD.clone().requires_grad_()
+        out = forward(x)
+        total = 0
+        if forward is not moe:
+            out, scores, chosen = out
+            for b in range(3):  # DeepSeek-V3's formula, a sequence at a time
+                load = chosen[b].double().mean(0) * config.n_experts / config.top_k
+                uneven = (load * (scores[b] / scores[b].sum(-1, True)).mean(0)).sum()
+                total = total + config.balance_loss * uneven * (sequence_weight or 1 / 3)
+        moe.zero_grad()
+        ((out * towards).sum() + total).backward()
+        found.append([out.detach(), x.grad, *(p.grad.clone() for p in moe.parameters())])
+    for got, want in zip(*found, strict=True):
+        assert (got - want).norm() < 1e-12 * want.norm()
+    assert torch.equal(moe.router.tokens_per_expert, chosen.sum((0, 1)))
+
+
+def test_experts_without_a_token_get_zeros():
+    moe = build(DEBUG_MOE).layers["0"].moe
+    moe.router.bias_rate = 1.0
+    moe.router.bias_steps[3:5] += 2
+    moe(torch.randn(2, 5, DEBUG_MOE.dim, dtype=torch.float64)).sum().backward()
+    assert moe.router.tokens_per_expert.tolist() == [0, 0, 0, 10, 10, 0, 0, 0]
+    used = [weight.grad.flatten(1).norm(dim=1) > 0 for weight in moe.experts.parameters()]
+    assert all(of_weight.tolist() == [False] * 3 + [True] * 2 + [False] * 3 for of_weight in used)
+    moe(torch.randn(0, 5, DEBUG_MOE.dim, dtype=torch.float64)).sum().backward()  # no token at all
+
+
+def test_rows_are_counted_once_a_microbatch():
+    """Also when forward is computed twice, and not where nothing is learnt; integers stay so in bf16."""
+    model = build(DEBUG_MOE, dtype=torch.bfloat16)
+    routers = [block.moe.router for block in model.layers.values()]
+    with torch.no_grad():
+        model(tokens())
+    assert not any(router.tokens_per_expert.any() for router in routers)
+    for expected in (96, 192):  # 2 of 2 × 24
+        model(tokens()).sum().backward()
+        assert all(router.tokens_per_expert.sum() == expected for router in routers)
+    for block in model.layers.values():
+        forward = block.forward
+        block.forward = lambda *args, f=forward: torch.utils.checkpoint.checkpoint(f, *args, use_reentrant=False)
+    model(tokens()).sum().backward()
+    assert all(router.tokens_per_expert.sum() == 288 for router in routers)
+    assert all(buffer.dtype == torch.int64 for buffer in model.buffers())
+    assert set(model.state_dict()) - {n for n, _ in model.named_parameters()} == {
+        f"layers.{i}.moe.router.bias_steps" for i in range(4)
+    }
+
+
+def test_grouped_kernel_and_loop_agree():
+    x = torch.randn(20, 16, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(4, 24, 16, dtype=torch.bfloat16, requires_grad=True)
+    counts, towards = torch.tensor([0, 13, 0, 7]), torch.randn(20, 24)
+    with Ops() as ops:
+        out = grouped_linear(x, weight, counts)
+    assert any("grouped_mm" in name for name in ops.names)
+    loop = grouped_linear(x.double(), weight.double(), counts)
+    got, want = (torch.autograd.grad((o * towards).sum(), (x, weight)) for o in (out, loop))
+    for one, other in zip((out, *got), (loop, *want), strict=True):
+        assert (one - other).norm() < 5e-3 * other.norm()
+    assert not got[1][0].any() and not got[1][2].any()
+    with torch.device("meta"):  # shapes only: nobody knows the counts
+        assert grouped_linear(torch.empty(9, 16), torch.empty(4, 24, 16), torch.empty(4, dtype=torch.long)).is_meta
+
+
+def test_experts_have_no_names_in_transformers():
+    with pytest.raises(ValueError, match="no Llama of transformers has experts, and this one has n_experts 8"):
+        to_hf_state_dict(build(DEBUG_MOE).state_dict(), DEBUG_MOE)
+
+
 # --- pipeline stages -----------------------------------------------------------------------------------------------
 
 
@@ -287,9 +415,10 @@ def stages_of(whole, split):
     return stages
 
 
+@pytest.mark.parametrize("config", [DEBUG, DEBUG_MOE], ids=["dense", "experts"])
 @pytest.mark.parametrize("split", [[[0, 1, 2, 3]], [[0], [1, 2], [3]], [range(0, 3), range(3, 4)]])
-def test_stages_make_the_whole_exactly(split):
-    whole = build(DEBUG)
+def test_stages_make_the_whole_exactly(split, config):
+    whole = build(config)
     stages = stages_of(whole, split)
     names = [n for stage in stages for n, _ in stage.named_parameters()]
     assert sorted(names) == sorted(n for n, _ in whole.named_parameters())
@@ -354,6 +483,17 @@ def test_initial_weights_have_the_sizes_that_the_docstring_gives():
     assert abs(build(dataclasses.replace(config, tied=True)).output.weight.std() - 0.02) < 1e-3
 
 
+def test_initial_experts_have_the_sizes_of_a_feed_forward():
+    config = dataclasses.replace(DEBUG_MOE, dim=256, expert_ffn_dim=128)
+    model = build(config)
+    for name, std in {"experts.w1": 1 / 16, "experts.w3": 1 / 16, "experts.w2": 128**-0.5 / 8**0.5}.items():
+        weight = model.get_parameter(f"layers.1.moe.{name}")
+        assert all(abs(one.std() / std - 1) < 0.03 for one in weight), name
+    assert abs(model.layers["0"].moe.router.gate.weight.std() * 16 - 1) < 0.05
+    model.init_parameter("layers.0.moe.router.bias_steps", steps := torch.full((8,), 7), None)
+    assert not steps.any()
+
+
 @pytest.mark.parametrize("config", [DEBUG, TIED], ids=["untied", "tied"])
 def test_the_first_loss_is_near_log_vocabulary_and_an_overfit_batch_is_learnt(config):
     model = build(config, dtype=torch.float32)
@@ -378,5 +518,7 @@ def test_no_buffers_and_a_forward_on_meta():
     with torch.device("meta"):
         model = Transformer(PRESETS["llama3-8b"])
         logits = model(torch.empty(1, 8192, dtype=torch.long))
+        experts = Transformer(DEBUG_MOE)(torch.empty(2, 16, dtype=torch.long))
     assert not list(model.buffers())
     assert logits.shape == (1, 8192, 128_256) and logits.is_meta
+    assert experts.shape == (2, 16, 256) and experts.is_meta
