@@ -793,3 +793,68 @@ def _(answer):
     if sent >= gathered:
         return f"right, but {sent:.0f} bytes a rank were sent, no fewer than for all logits ({gathered:.0f})"
     return Right(f"right, with {sent:.0f} bytes sent by each rank; the logits would be {gathered:.0f}")
+
+
+# === 08 async tensor parallel ==================================================================================
+
+
+exercise(
+    "08.chunks",
+    on_calls([((0, 0, 4), (0, 3)), ((0, 1, 4), (3, 2)), ((2, 3, 4), (3, 2)), ((1, 2, 3), (2, 1)), ((0, 0, 1), (0, 0))]),
+    hint="a gather begins with the rank's own chunk, a reduction ends with it; chunks arrive from rank - 1",
+)
+
+exercise(
+    "08.longest_hop",
+    on_calls([((4, 0.03, 0.625), 0.04), ((4, 0.03, 0.75), 0.08), ((2, 1.0, 0.8), 3.0), ((4, 0.03, 0.5), 0.0)]),
+    hint="beyond the best point h > m: solve m + (n-1) h = ratio (n m + (n-1) h) for h; the best ratio is n / (2n-1)",
+)
+
+
+@exercise(
+    "08.scatter", hint="reduce() of the module, written out: multiply, wait, add, pass on; one's own chunk comes last"
+)
+def _(answer):
+    from minititan.lab.emulate import link, processor
+    from minititan.lab.launch import launch
+    from minititan.lab.trace import recording
+
+    def given():
+        torch.manual_seed(0)
+        return torch.randn(64, 64, dtype=torch.float64), torch.randn(32, 64, dtype=torch.float64)
+
+    hop = 0.06  # seconds for a chunk of 16 x 32 numbers; as long for multiplying it
+
+    def on_rank():
+        import time
+
+        import torch.distributed as dist
+
+        n, rank = dist.get_world_size(), dist.get_rank()
+        x, w = (part.chunk(n, 1)[rank].contiguous() for part in given())
+        with link(16 * 32 * 8 / hop), processor(2 * 16 * 16 * 32 / hop):
+            dist.barrier()
+            with recording() as events:
+                began = time.monotonic()
+                out = answer(x, w)
+                seconds = time.monotonic() - began
+        return out, [e.name for e in events if e.lane == "communication"], seconds
+
+    results = launch(on_rank, ranks=4, device="cpu", timeout=30)
+    if any(_is_stub(out) for out, _, _ in results):
+        raise NotSolvedYet
+    x, w = given()
+    said = compare([out for out, _, _ in results], list((x @ w.T).chunk(4)))
+    if not isinstance(said, Right):
+        return said
+    names = sorted(set(results[0][1]) - {"send", "recv"})
+    if names or results[0][1].count("send") != 3:
+        sends = results[0][1].count("send")
+        return f"the sums are right, but 3 messages of a rank are enough, not {sends} and {names or 'no collective'}"
+    seconds, serial, ring = max(seconds for _, _, seconds in results), 7 * hop, 4 * hop
+    if seconds > (serial + ring) / 2:
+        return (
+            f"the sums are right, but it took {seconds * 1e3:.0f} ms, nearly the {serial * 1e3:.0f} ms of a product that "
+            f"waits ({ring * 1e3:.0f} are possible): multiply before you wait for what arrives"
+        )
+    return Right(f"right, with 3 messages and in {seconds * 1e3:.0f} ms; one after the other takes {serial * 1e3:.0f}")
