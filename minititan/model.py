@@ -287,9 +287,9 @@ class GroupedExperts(nn.Module):
 
     def __init__(self, n_experts: int, dim: int, ffn_dim: int) -> None:
         super().__init__()
-        self.w1 = nn.Parameter(torch.empty(n_experts, ffn_dim, dim))  # gate
-        self.w2 = nn.Parameter(torch.empty(n_experts, dim, ffn_dim))  # down
-        self.w3 = nn.Parameter(torch.empty(n_experts, ffn_dim, dim))  # up
+        self.w1 = nn.Parameter(torch.randn(n_experts, ffn_dim, dim) * dim**-0.5)  # gate
+        self.w2 = nn.Parameter(torch.randn(n_experts, dim, ffn_dim) * ffn_dim**-0.5)  # down
+        self.w3 = nn.Parameter(torch.randn(n_experts, ffn_dim, dim) * dim**-0.5)  # up
 
     def forward(self, x_SD: Tensor, counts_E: Tensor) -> Tensor:
         """Rows sorted by expert, and how many each has. Of weights that are cut by expert, this rank's are used."""
