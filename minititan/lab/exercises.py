@@ -795,6 +795,113 @@ def _(answer):
     return Right(f"right, with {sent:.0f} bytes sent by each rank; the logits would be {gathered:.0f}")
 
 
+# === 07 sequence and loss parallel =============================================================================
+
+
+@exercise("07.gather_again", hint="save x_BtD and not what you gathered; backward gathers it again, and scatters a sum")
+def _(answer):
+    from minititan.lab.launch import launch
+
+    def given():
+        generator = torch.Generator().manual_seed(0)
+        sizes = (2, 8, 6), (12, 6), (2, 8, 12)
+        return (torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes)
+
+    def on_rank():
+        import torch.distributed as dist
+
+        n, rank = dist.get_world_size(), dist.get_rank()
+        x, w, towards = given()
+        x, w = (t.contiguous().requires_grad_() for t in (x.chunk(n, 1)[rank], w.chunk(n)[rank]))
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            y = answer(x, w)
+        if _is_stub(y):
+            return None
+        saved += [t for t in getattr(y.grad_fn, "__dict__", {}).values() if isinstance(t, Tensor)]
+        kept = {t.data_ptr(): t.numel() for t in saved if t.data_ptr() != w.data_ptr()}
+        (y * towards.chunk(n, -1)[rank]).sum().backward()
+        return y.detach(), x.grad, w.grad, sum(kept.values())
+
+    results = launch(on_rank, ranks=4, device="cpu", timeout=30)
+    if any(r is None for r in results):
+        raise NotSolvedYet
+    x, w, towards = given()
+    dx, dw = towards @ w, towards.flatten(0, 1).T @ x.flatten(0, 1)
+    for rank, (y, dx_of_rank, dw_of_rank, kept) in enumerate(results):
+        said = compare(y, (x @ w.T).chunk(4, -1)[rank])
+        if not isinstance(said, Right):
+            return f"the output on rank {rank}: {said}"
+        said = "missing" if dx_of_rank is None else compare(dx_of_rank, dx.chunk(4, 1)[rank])
+        summand = (towards.chunk(4, -1)[rank] @ w.chunk(4)[rank]).chunk(4, 1)[rank]
+        if dx_of_rank is not None and isinstance(compare(dx_of_rank, summand), Right):
+            said = "it is a summand, of this rank's features only; the ranks' must be added"
+        if not isinstance(said, Right):
+            return f"the output is right; the gradient of x on rank {rank}: {said}"
+        said = "missing" if dw_of_rank is None else compare(dw_of_rank, dw.chunk(4)[rank])
+        if not isinstance(said, Right):
+            return f"output and gradient of x are right; the gradient of the weight on rank {rank}: {said}"
+        if kept > x.numel() // 4:
+            return f"right, but {kept} numbers are kept besides the weight; this rank's tokens are {x.numel() // 4}"
+    return Right(f"right, and {x.numel() // 4} numbers are kept of {x.numel()}")
+
+
+@exercise("07.inputs_gb", hint="layers × tokens × dim × 2 bytes; then each GPU has an eighth of the tokens")
+def _(answer):
+    if not isinstance(answer, list | tuple) or len(answer) != 2:
+        return f"two numbers are asked for, not {_short(answer)}"
+    whole = 80 * 8192 * 8192 * 2 / 1e9
+    for name, got, want in zip(("without", "with"), answer, (whole, whole / 8), strict=True):
+        if _is_numeric(got) and _as_tensor(got).dim() == 0:
+            if abs(float(got) / want * 2**30 / 1e9 - 1) < 0.005:
+                return f"{name} sequence parallelism: those are GiB (2**30 bytes), asked for are GB (10**9)"
+            if name == "with" and abs(float(got) / whole - 1) < 0.005:
+                return "with sequence parallelism a GPU keeps an eighth of the tokens of each input"
+        said = compare(got, want, 0.005)
+        if not isinstance(said, Right):
+            return f"{name} sequence parallelism: {said}"
+    return Right(f"{whole:.1f} and {whole / 8:.2f} GB")
+
+
+@exercise(
+    "07.log_z", hint="subtract the largest of all ranks; the sum is notebook 06's g, whose backward is the identity"
+)
+def _(answer):
+    from minititan.lab.launch import launch
+
+    def given():
+        return 1000 + 5 * torch.randn(6, 32, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+    def on_rank():
+        import torch.distributed as dist
+
+        part = given().chunk(dist.get_world_size(), 1)[dist.get_rank()].clone().requires_grad_()
+        z = answer(part)
+        if _is_stub(z):
+            return None
+        if z.requires_grad:
+            (z * torch.arange(1.0, 7.0, dtype=torch.float64)).sum().backward()
+        return z.detach(), part.grad
+
+    results = launch(on_rank, ranks=4, device="cpu", timeout=30)
+    if any(r is None for r in results):
+        raise NotSolvedYet
+    truth = given().logsumexp(1)
+    slopes = given().softmax(1) * torch.arange(1.0, 7.0, dtype=torch.float64)[:, None]
+    for rank, (z, grad) in enumerate(results):
+        if not z.isfinite().all():
+            return "not finite: exp overflows; subtract the largest logit of all ranks first, and add it at the end"
+        if isinstance(compare(z, given().chunk(4, 1)[rank].logsumexp(1)), Right):
+            return f"rank {rank} gives log Z of its own part of the vocabulary"
+        said = compare(z, truth)
+        if not isinstance(said, Right):
+            return f"rank {rank}: {said}"
+        said = "lost on the way" if grad is None else compare(grad, slopes.chunk(4, 1)[rank])
+        if not isinstance(said, Right):
+            return f"log Z is right; the gradient of rank {rank}'s logits is not: {said}"
+    return Right("values and gradients right on every rank")
+
+
 # === 08 async tensor parallel ==================================================================================
 
 
