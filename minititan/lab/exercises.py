@@ -965,3 +965,67 @@ def _(answer):
             f"waits ({ring * 1e3:.0f} are possible): multiply before you wait for what arrives"
         )
     return Right(f"right, with 3 messages and in {seconds * 1e3:.0f} ms; one after the other takes {serial * 1e3:.0f}")
+
+
+# === 11 context parallel =======================================================================================
+
+
+@exercise(
+    "11.merge", hint="each block weighs exp(lse - the log of the sum of all exp(lse)); torch.logsumexp never overflows"
+)
+def _(answer):
+    from torch.nn.functional import scaled_dot_product_attention
+
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 9, 4, generator=generator, dtype=torch.float64) for _ in "qkv")
+    for pieces, shift in (((9,), 0.0), ((4, 5), 0.0), ((2, 6, 1), 0.0), ((2, 6, 1), 2e3)):
+        outs, lses = [], []
+        for k_piece, v_piece in zip(k.split(pieces, 2), v.split(pieces, 2), strict=True):
+            scores = q @ k_piece.transpose(-1, -2) / 2
+            outs.append(scores.softmax(-1) @ v_piece)
+            lses.append(scores.logsumexp(-1) + shift)
+        truth, what = scaled_dot_product_attention(q, k, v), f"{len(pieces)} blocks of {pieces} keys"
+        got = ask(answer, outs, lses)
+        if isinstance(got, Tensor) and not got.isfinite().all():
+            return f"{what}, lse up to {max(lse.max().item() for lse in lses):.0f}: not finite, exp overflows"
+        if len(pieces) > 1 and isinstance(compare(got, sum(outs) / len(outs)), Right):
+            return f"{what}: that is the mean of the outputs, as if every block weighed the same"
+        said = compare(got, truth)
+        if not isinstance(said, Right):
+            return f"{what}: {said}"
+    return Right("right for 1, 2 and 3 blocks, and where exp(lse) would overflow")
+
+
+@exercise("11.places", hint="cut the sequence into 2n chunks; rank r holds chunk r and the chunk as far from the end")
+def _(answer):
+    for T, n in ((16, 2), (16, 4), (24, 3), (8, 1)):
+        c = T // (2 * n)
+        for rank in range(n):
+            head, tail = list(range(rank * c, (rank + 1) * c)), list(range(T - (rank + 1) * c, T - rank * c))
+            got = ask(answer, T, n, rank)
+            got = got.tolist() if isinstance(got, Tensor) else list(got)
+            if n > 1 and got == list(range(rank * 2 * c, (rank + 1) * 2 * c)):
+                return (
+                    f"places({T}, {n}, {rank}) = {got}: a contiguous part; rank {n - 1} would have almost all the work"
+                )
+            if c > 1 and got == head + tail[::-1]:
+                return f"places({T}, {n}, {rank}) = {got}: the second chunk runs backwards, and a causal tile needs it forwards"
+            if got != head + tail:
+                return f"places({T}, {n}, {rank}) = {got}, expected {head + tail}"
+    return Right("all ranks right, for 4 sizes")
+
+
+@exercise("11.fewest_bytes", hint="ring: 2 G (2·2 + 4); ulysses: 4 (H + G)·2 / n; both times (n-1)/n B T K")
+def _(answer):
+    cases = [(2, 32, 32), (2, 32, 8), (4, 32, 8), (8, 32, 8), (16, 32, 8), (3, 32, 8), (8, 128, 8), (8, 64, 8)]
+    for n, H, G in cases:
+        ring, ulysses = 2 * G * 8, 4 * (H + G) * 2 / n
+        best, got = "ulysses" if G % n == 0 and ulysses < ring else "ring", ask(answer, n, H, G)
+        if got not in ("ring", "ulysses"):
+            return f"n={n}, H={H}, G={G}: the answer is 'ring' or 'ulysses', not {_short(got)}"
+        if got != best and G % n:
+            return f"n={n}, H={H}, G={G}: ulysses cannot give {G} key/value heads to {n} ranks evenly"
+        if got != best:
+            numbers = f"the ring sends {ring:.0f} B·T·K (n-1)/n bytes, ulysses {ulysses:.0f}"
+            return f"n={n}, H={H}, G={G}: {numbers}, so {best} sends fewer"
+    return Right(f"{len(cases)} of {len(cases)} right")
