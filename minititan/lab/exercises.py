@@ -1029,3 +1029,87 @@ def _(answer):
             numbers = f"the ring sends {ring:.0f} B·T·K (n-1)/n bytes, ulysses {ulysses:.0f}"
             return f"n={n}, H={H}, G={G}: {numbers}, so {best} sends fewer"
     return Right(f"{len(cases)} of {len(cases)} right")
+
+
+# === 12 expert parallel ========================================================================================
+
+
+@exercise("12.by_expert", hint="number the rows; each pair (r, j) is one run of them; put the runs in another order")
+def _(answer):
+    tables = [
+        [[2, 1], [0, 3]],
+        [[1, 0, 2], [3, 1, 0]],
+        [[0, 0], [0, 0]],
+        [[4, 2]],
+        [[1], [2], [0]],
+        [[0, 0, 5], [0, 0, 0]],
+    ]
+    for table in tables:
+        coming_ne = torch.tensor(table)
+        n, e = coming_ne.shape
+        key = torch.arange(e).repeat(n).repeat_interleave(coming_ne.flatten())
+        truth = key.argsort(stable=True)
+        got = torch.as_tensor(ask(answer, coming_ne))
+        where = f"coming_ne = {table}"
+        if got.tolist() == truth.tolist():
+            continue
+        if sorted(got.tolist()) != list(range(len(truth))):
+            return f"{where}: each of the {len(truth)} rows must come up once; got {got.tolist()}"
+        if got.tolist() == truth.argsort().tolist():
+            return f"{where}: that is the way back; rows[order] must be the sorted ones: {truth.tolist()}"
+        if got.tolist() == list(range(len(truth))):
+            return f"{where}: the rows are still ordered by sender: {got.tolist()}"
+        if key[got].tolist() == key[truth].tolist():
+            return f"{where}: sorted by expert, but rows of one expert have changed places; expected {truth.tolist()}"
+        return f"{where}: got {got.tolist()}, expected {truth.tolist()}"
+    return Right(f"{len(tables)} tables right, one of them empty")
+
+
+@exercise("12.expert_mean", hint="sum over all ranks × factor / efsdp must be the sum over all ranks / (dp_shard · cp)")
+def _(answer):
+    for dp_shard, cp, tp, ep in (
+        (4, 1, 1, 4),
+        (4, 1, 1, 2),
+        (2, 2, 1, 4),
+        (2, 1, 2, 4),
+        (1, 1, 4, 2),
+        (2, 1, 4, 4),
+        (2, 2, 4, 8),
+    ):
+        got, truth = ask(answer, dp_shard, cp, tp, ep), tp / ep
+        where = f"dp_shard {dp_shard}, cp {cp}, tp {tp}, ep {ep}"
+        if isinstance(compare(got, truth), Right):
+            continue
+        if isinstance(compare(got, 1 / ep), Right):
+            return f"{where}: 1/ep = {1 / ep:g} would be a mean over ranks, but {tp} of them have summands of one loss"
+        if isinstance(compare(got, 1 / (dp_shard * cp)), Right):
+            return f"{where}: that is the whole mean, and FSDP divides by efsdp = {dp_shard * cp * tp // ep} once more"
+        said = compare(got, truth)
+        return f"{where}: {said}"
+    return Right("seven layouts right, with and without tensor parallelism")
+
+
+@exercise("12.dropped", hint="room = ceil(capacity_factor · rows / experts); what is above it has no place")
+def _(answer):
+    cases = [
+        ([4, 4, 4, 4], 1.0),
+        ([10, 2, 2, 2], 1.0),
+        ([10, 2, 2, 2], 1.25),
+        ([7, 0, 0, 0], 1.0),
+        ([5, 4, 1], 1.0),
+        ([9, 1], 2.0),
+    ]
+    for counts, capacity in cases:
+        room = math.ceil(capacity * sum(counts) / len(counts))
+        truth = sum(max(0, c - room) for c in counts)
+        got = ask(answer, torch.tensor(counts), capacity)
+        where = f"dropped({counts}, {capacity})"
+        if isinstance(compare(got, truth), Right):
+            continue
+        if isinstance(compare(got, sum(c - room for c in counts)), Right):
+            return f"{where}: an expert with room to spare takes no row of another: only what is above {room} counts"
+        floor = int(capacity * sum(counts) / len(counts))
+        if isinstance(compare(got, sum(max(0, c - floor) for c in counts)), Right):
+            return f"{where}: the room is rounded up, to {room}, and {truth} rows are dropped"
+        return f"{where}: {compare(got, truth)}"
+    return Right(f"{len(cases)} of {len(cases)} loads right")
