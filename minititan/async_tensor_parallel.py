@@ -89,7 +89,13 @@ class _Ring:
             if t.numel() and not t.is_meta
         ]
         works = dist.batch_isend_irecv(ops) if ops else []
-        return lambda: [*(work.wait() for work in works), received][-1]
+
+        def arrived() -> Tensor:
+            for work in works:
+                work.wait()
+            return received
+
+        return arrived
 
     def gather(self, x_shard: Tensor, consume: Callable[[int, Tensor], None]) -> None:
         """consume(c, chunk c) for each chunk, this rank's first; meanwhile the next one arrives."""
@@ -121,17 +127,30 @@ class _Ring:
         def multiply(c: int, chunk: Tensor) -> None:
             chunks[c] = chunk if keep else None
             for out, weight in zip(outs, weights, strict=True):
-                out[c] = F.linear(chunk, weight)
+                out[c] = _linear(chunk, weight)
 
         self.gather(x_shard, multiply)
         return torch.cat(chunks, self.dim) if keep else None, [torch.cat(out, self.dim) for out in outs]
 
-    def matmul_reduce(self, xs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    def matmul_reduce(self, xs: Sequence[Tensor], weights: Sequence[Tensor], also=lambda c: None) -> Tensor:
+        """also(c): other work on chunk c that may hide a hop."""
         if self.fused:  # a sum of products is the product of what is put side by side
             name, left, right = _symmetric_memory_for(self.group), torch.cat(xs, -1), torch.cat(weights, 1).t()
-            return torch.ops.symm_mem.fused_matmul_reduce_scatter(left, right, "sum", self.dim, name)
-        pairs = list(zip(xs, weights, strict=True))
-        return self.reduce(lambda c: reduce(torch.add, (F.linear(self.rows(x, c), w) for x, w in pairs)))
+            total = torch.ops.symm_mem.fused_matmul_reduce_scatter(left, right, "sum", self.dim, name)
+            for c in range(self.n):
+                also(c)
+            return total
+
+        def produce(c: int) -> Tensor:
+            also(c)
+            return reduce(torch.add, (_linear(self.rows(x, c), w) for x, w in zip(xs, weights, strict=True)))
+
+        return self.reduce(produce)
+
+
+def _linear(x: Tensor, weight: Tensor) -> Tensor:
+    """F.linear, as one GEMM of all rows: of a slice it would make a batch of small ones."""
+    return (x.flatten(0, -2) @ weight.t()).view(*x.shape[:-1], len(weight))
 
 
 def _weight_gradient(grad: Tensor, x: Tensor, before: Tensor | None = None) -> Tensor:
@@ -152,15 +171,16 @@ class _AllGatherMatmul(torch.autograd.Function):
     def backward(ctx, *grads: Tensor):
         x, *weights = ctx.saved_tensors
         ring, dws = ctx.ring, [None] * len(weights)
-        dx = ring.matmul_reduce(grads, [w.t() for w in weights]) if ctx.needs_input_grad[0] else None
 
         def add(c: int, chunk: Tensor) -> None:
             dws[:] = [_weight_gradient(ring.rows(g, c), chunk, dw) for g, dw in zip(grads, dws, strict=True)]
 
-        if any(ctx.needs_input_grad[3:]):
-            if ctx.keep:
-                dws = [_weight_gradient(grad, x) for grad in grads]
-            else:
+        wanted, back = any(ctx.needs_input_grad[3:]), [w.t() for w in weights]
+        if wanted and ctx.keep:
+            dx = ring.matmul_reduce(grads, back, also=lambda c: add(c, ring.rows(x, c)))
+        else:
+            dx = ring.matmul_reduce(grads, back)
+            if wanted:
                 ring.gather(x, add)
         return dx, None, None, *dws
 
@@ -182,7 +202,7 @@ class _MatmulReduceScatter(torch.autograd.Function):
 
         def multiply(c: int, grad: Tensor) -> None:
             nonlocal dw
-            dxs[c], dw = grad @ weight, _weight_gradient(grad, ring.rows(x, c), dw)
+            dxs[c], dw = _linear(grad, weight.t()), _weight_gradient(grad, ring.rows(x, c), dw)
 
         ring.gather(grad_shard, multiply)
         return torch.cat(dxs, ring.dim), dw, None

