@@ -37,7 +37,6 @@ References  Shoeybi et al. 2019, arXiv 1909.08053; Korthikanti et al. 2022, arXi
 """
 
 import os
-import re
 import sys
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -231,7 +230,7 @@ def apply_tensor_parallel_by_hand(model: nn.Module, group: Group = None, sequenc
         elif kind == "tok_embeddings":
             embed = partial(vocab_parallel_embedding_by_hand, vocab_size=vocab_size, **options)
             module.forward = lambda tokens_BT, m=module, embed=embed: embed(tokens_BT, m.weight)
-        elif sequence_parallel and dim is None and module._parameters:  # sees T/n tokens: the weight, too, needs an f
+        elif sequence_parallel and dim is None and [*module.parameters(recurse=False)]:  # on T/n tokens: f for weights
             if type(module) is not nn.RMSNorm:
                 raise ValueError(f"{path} is a {type(module).__name__}: by hand, only nn.RMSNorm acts on T/n tokens")
             norm = partial(F.rms_norm, normalized_shape=module.normalized_shape, eps=module.eps)
@@ -249,7 +248,6 @@ _META_NAMES = {  # transformers' name of a module -> Meta's (a constant)
 _SIZES = {  # by the rows of which module
     "wq": "n_heads", "wk": "n_kv_heads", "w1": "ffn_dim", "tok_embeddings": "vocab_size", "output": "vocab_size"
 }  # fmt: skip
-_INSIDE = re.compile(r"(^|\.)(attention|self_attn|feed_forward|mlp)\.")
 
 
 def check_tensor_parallel(tp: int, *, vocab_size: int | None = None, **divided: int | None) -> None:
@@ -366,7 +364,8 @@ def apply_tensor_parallel(
         check_tensor_parallel(mesh.size(), **_sizes(model))
         plan = (llama_plan if "wq" in names else hf_llama_plan)(model, sequence_parallel, loss_parallel)
         for name, _ in model.named_parameters():  # it would act on a part of the heads or features
-            if _INSIDE.search(name) and not any(fnmatch(name.rpartition(".")[0], key) for key in plan):
+            inside = {"attention", "self_attn", "feed_forward", "mlp"} & {*name.split(".")}
+            if inside and not any(fnmatch(name.rpartition(".")[0], key) for key in plan):
                 raise ValueError(f"attention and feed-forward are cut, but not their {name}: pass a plan")
     elif sequence_parallel or loss_parallel:
         raise ValueError("a plan decides on sequence and loss parallel itself: pass them to llama_plan")
@@ -407,22 +406,19 @@ class _FeedForward(nn.ModuleDict):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
-class _Block(nn.ModuleDict):
-    def forward(self, x):
-        x = x + self.attention(self.attention_norm(x), None, None)
-        return x + self.feed_forward(self.ffn_norm(x))
-
-
 class _Llama(nn.ModuleDict):
     def forward(self, tokens):
-        return self.output(self.norm(self.layers["0"](self.tok_embeddings(tokens))))
+        x, block = self.tok_embeddings(tokens), self.layers["0"]
+        x = x + block.attention(block.attention_norm(x), None, None)
+        x = x + block.feed_forward(block.ffn_norm(x))
+        return self.output(self.norm(x))
 
 
 def _tiny_llama(V: int, D: int, C: int, ffn_dim: int) -> nn.Module:
     norm, linear = partial(nn.RMSNorm, D, 1e-5), partial(nn.Linear, bias=False)
     attention = _Attention({"wq": linear(D, D), "wk": linear(D, C), "wv": linear(D, C), "wo": linear(D, D)})
     ffn = _FeedForward({"w1": linear(D, ffn_dim), "w3": linear(D, ffn_dim), "w2": linear(ffn_dim, D)})
-    block = _Block({"attention_norm": norm(), "attention": attention, "ffn_norm": norm(), "feed_forward": ffn})
+    block = nn.ModuleDict({"attention_norm": norm(), "attention": attention, "ffn_norm": norm(), "feed_forward": ffn})
     ends = {"tok_embeddings": nn.Embedding(V, D), "norm": norm(), "output": linear(D, V)}
     return _Llama({"layers": nn.ModuleDict({"0": block}), **ends}).double()
 

@@ -518,18 +518,19 @@ def test_mistakes_are_told():
         assert words in found[case], found[case]
 
 
-def test_transformers_llama():
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_transformers_llama(ranks):
     """hf_llama_plan on a random LlamaForCausalLM with grouped heads and biases, tied and untied."""
     pytest.importorskip("transformers")
 
     def on_rank():
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))
         found = {}
         cases = [(False, False, False), (True, False, True), (True, True, False)]
         for sequence, vocabulary, tied in cases:
-            sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 130}
+            sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 131}
             heads = {
                 "num_attention_heads": 8,
                 "num_key_value_heads": 4,
@@ -551,7 +552,7 @@ def test_transformers_llama():
                         setattr(model.get_submodule(parent), leaf, exact)
                 return model
 
-            tokens_BT, targets_BT = batch(130)
+            tokens_BT, targets_BT = batch(131)
             model = build()
             logits = model(input_ids=tokens_BT).logits
             loss = cross_entropy(logits, targets_BT)
@@ -569,4 +570,4 @@ def test_transformers_llama():
             found[case]["logits"] = ((whole(out) - logits).norm() / logits.norm()).item()
         return found
 
-    worst(launch(on_rank, ranks=4, timeout=100))
+    worst(launch(on_rank, ranks=ranks, timeout=100))
