@@ -13,13 +13,14 @@ Nothing is dropped and nothing padded: an expert takes as many rows as choose it
 the slowest rank is the one with the favourite experts, so the router has to be kept even (`update_expert_bias`).
 
 Where the ranks come from. Experts take no ranks of their own: the ranks of an ep group do FSDP, context and tensor
-parallelism in the other layers. For them, tensor-parallel ranks are more data ranks: each takes its part of
-the sequence through router, experts and shared experts, and the outputs are gathered (with sequence parallelism they
-lie so already). A router's gradient is then a summand on each of them, which DTensor keeps as Partial until it is added.
+parallelism in the other layers. Here tensor-parallel ranks are more data ranks: each takes its part of the sequence
+through router, experts and shared experts, and the outputs are gathered (with sequence parallelism they lie so already).
+A router's gradient is then a summand on each of them, which DTensor keeps as Partial until it is added.
 
 What is a mean. FSDP takes the mean gradient over its d = dp_shard·cp ranks. An expert's gradient is the sum over the
 tokens of its ep group, which are those of n/t losses (t tensor-parallel ranks share one loss). Times t/n it is the mean;
-the mean over the d·t/n ranks of efsdp, that FSDP takes of it, is then the mean over all d. No divide factor is needed.
+the mean over the d·t/n ranks of efsdp, that FSDP takes of it, is then the mean over all d. (fully_shard's own
+set_gradient_divide_factor would do too, but torch 2.13 ignores it on a mesh of one rank, which efsdp often is.)
 
 Cost        N tokens a rank, D numbers of e bytes each: two all-to-alls forward and two backward, each sends up to
             N·K·D·e bytes from a rank, of which 1/n stay when the load is even; and 8·E bytes of counts. FSDP

@@ -224,8 +224,9 @@ class Router(nn.Module):
 
     bias: an expert with less than its share of the rows is moved up by bias_rate after each step (`update_expert_bias`
     of expert_parallel), one with more down. It acts on the choice and not on the weights, so it has no gradient. It is
-    kept as a whole number of steps: exact in every layout and dtype. `tokens_per_expert` counts rows since the
-    last update, in backward: once a microbatch, not again when activations are recomputed, never in evaluation.
+    kept as a whole number, `bias_steps`, of steps of bias_rate: exact in every layout and dtype. `tokens_per_expert`
+    counts rows since then, in backward: once a microbatch, not again when activations are recomputed, never in
+    evaluation.
 
     loss: balance_loss · E / (K T) · sum over experts of (a sequence's rows) · (mean share of the scores), for each
     sequence of T tokens. It adds its gradient here; what the model returns does not show it. It counts as the mean over
