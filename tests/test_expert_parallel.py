@@ -74,7 +74,8 @@ def train(config: ModelConfig, model: nn.Module, n: int = 1, rank: int = 0, accu
             dist.all_reduce(loss, group=meshes[0].get_group())
         found[f"loss {step}"] = loss
         found[f"norm {step}"] = clip_grad_norm_(model.parameters(), MAX_NORM)
-        found |= {f"gradient {step} {name}": whole(p.grad) for name, p in model.named_parameters()}
+        if step == STEPS - 1:  # of earlier ones the norm: gathering all of them is most of this test's time
+            found |= {f"gradient {name}": whole(p.grad) for name, p in model.named_parameters()}
         optimizer.step()
         optimizer.zero_grad()
         found[f"rows {step}"] = ep.update_expert_bias(model, *meshes).double()
@@ -250,7 +251,8 @@ def random_routing(n: int, generator: torch.Generator):
     return [(torch.rand(N, E, generator=generator).log() + skew_E).topk(K).indices for N in tokens], E
 
 
-def test_a_thousand_routings_conserve_every_row():
+@pytest.mark.parametrize("ranks, total", [(2, 1000), (3, 100), (4, 100), pytest.param(4, 1000, marks=pytest.mark.full)])
+def test_a_thousand_routings_conserve_every_row(ranks, total):
     """Every rank knows all routings, so it knows which rows must arrive, in which order, and what must come back."""
 
     def on_rank():
@@ -258,7 +260,7 @@ def test_a_thousand_routings_conserve_every_row():
         generator = torch.Generator().manual_seed(0)
         routings = list(degenerate_routings(n))
         n_degenerate = len(routings)
-        routings += [random_routing(n, generator) for _ in range(1000 - n_degenerate)]
+        routings += [random_routing(n, generator) for _ in range(total - n_degenerate)]
         alone = busiest = empty = 0
         for i, (experts_nNK, E) in enumerate(routings):
             e, K = E // n, experts_nNK[0].shape[1]
@@ -309,9 +311,10 @@ def test_a_thousand_routings_conserve_every_row():
             busiest = max(busiest, len(expected_RD))
         return n_degenerate, len(routings), alone, empty, busiest
 
-    results = launch(on_rank, ranks=4, timeout=200)
-    assert results[0][:2] == (31, 1000)
-    assert all(alone >= 10 and empty > 100 and busiest > 50 for _, _, alone, empty, busiest in results), results
+    results = launch(on_rank, ranks=ranks, timeout=200)
+    assert results[0][:2] == (3 + 7 * ranks, total)
+    for _, _, alone, empty, busiest in results:
+        assert alone > total // 100 and empty > total // 10 and busiest > 20, results
 
 
 # --------------------------------------------------------------------------------------------------------- cost
