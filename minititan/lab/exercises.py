@@ -1113,3 +1113,101 @@ def _(answer):
             return f"{where}: the room is rounded up, to {room}, and {truth} rows are dropped"
         return f"{where}: {compare(got, truth)}"
     return Right(f"{len(cases)} of {len(cases)} loads right")
+
+
+# === 13 float8 =================================================================================================
+
+
+@exercise(
+    "13.decode", hint="normal: (1 + m/8) · 2^(e - 7). With e = 0 there is no leading 1, and the power is that of e = 1"
+)
+def _(answer):
+    bytes_ = torch.arange(256, dtype=torch.uint8)
+    expected = bytes_.view(torch.float8_e4m3fn).double().tolist()
+    found = [ask(answer, byte) for byte in range(256)]
+    wrong = [
+        b for b in range(256) if not (found[b] == expected[b] or (math.isnan(expected[b]) and math.isnan(found[b])))
+    ]
+    if not wrong:
+        return Right("256 of 256 bytes")
+    kinds = {
+        "the subnormals, exponent 0": lambda b: b >> 3 & 15 == 0,
+        "nan, which is 127 and 255 only": lambda b: b & 127 == 127,
+        "exponent 15, which is a number like others": lambda b: b >> 3 & 15 == 15,
+        "negative numbers": lambda b: b > 127,
+    }
+    what = next((f": all of them {kind}" for kind, test in kinds.items() if all(map(test, wrong))), "")
+    b = wrong[0]
+    return f"{len(wrong)} of 256 bytes are wrong{what}. {b:#010b} is {expected[b]:g}, not {_short(found[b])}"
+
+
+@exercise(
+    "13.smooth", hint="what does the cast of x need to be small, what that of w? s moves size from one to the other"
+)
+def _(answer):
+    def cast(t):
+        scale = 448 / t.abs().max()
+        return (t * scale).to(torch.float8_e4m3fn).double() / scale
+
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        size = 2.0 ** torch.randint(-18, 19, (64,), generator=generator).double()
+        x = torch.randn(128, 64, generator=generator, dtype=torch.float64) * size
+        w = torch.randn(96, 64, generator=generator, dtype=torch.float64) / size
+        s = ask(answer, x.clone(), w.clone())
+        if not isinstance(s, Tensor) or s.shape != (64,):
+            return f"a factor for each of 64 features is asked for, a tensor of shape (64,), not {_short(s)}"
+        if not bool((s > 0).all()) or not s.isfinite().all():
+            return "a factor is 0, negative or not finite: the product would change"
+        truth = x @ w.T
+        plain, ours = (
+            ((cast(a) @ cast(b).T - truth).norm() / truth.norm()).item() for a, b in ((x, w), (x / s, w * s))
+        )
+        if ours > 0.06:
+            better = "no better than" if ours > 0.8 * plain else "and"
+            return f"after the casts the product is off by {ours:.0%}, {better} {plain:.0%} without factors; 4 % is possible"
+    return Right(f"off by {ours:.1%} in place of {plain:.0%}")
+
+
+@exercise(
+    "13.gather_uneven",
+    hint="rows of zeros change no amax; all ranks send as many rows as the first, and the end is cut",
+)
+def _(answer):
+    from minititan.lab.launch import launch
+    from minititan.lab.trace import recording, traffic
+
+    def given():
+        return torch.randn(10, 16, generator=torch.Generator().manual_seed(5))
+
+    def on_rank():
+        import torch.distributed as dist
+
+        with recording() as events:
+            result = answer(given().chunk(dist.get_world_size())[dist.get_rank()], 10)
+        if _is_stub(result):
+            return None
+        whole, scale = result
+        return str(whole.dtype), tuple(whole.shape), whole.double(), float(scale), events
+
+    results = launch(on_rank, ranks=4, device="cpu", timeout=30)
+    if any(r is None for r in results):
+        raise NotSolvedYet
+    amax = given().abs().max()
+    expected = (given() * (448 / amax)).to(torch.float8_e4m3fn).double()
+    for rank, (dtype, shape, whole, scale, _) in enumerate(results):
+        if abs(scale * amax.item() / 448 - 1) > 1e-5:
+            return f"rank {rank}: the scale is {scale:.4g}, but 448 over the largest of all rows is {448 / amax.item():.4g}"
+        if dtype != "torch.float8_e4m3fn":
+            return f"rank {rank}: rows in float8_e4m3fn are asked for, not {dtype}"
+        if shape != (10, 16):
+            return f"rank {rank}: the shape is {shape}, expected (10, 16)" + (
+                ": the padding is still there" if shape[0] > 10 else ""
+            )
+        said = compare(whole, expected)
+        if not isinstance(said, Right):
+            return f"rank {rank}: {said}"
+    sent = traffic([events for *_, events in results]).total / 4
+    if sent > 2 * 3 * 3 * 16:
+        return f"right, but each rank sends {sent:.0f} bytes; 3 rows of bytes to 3 others are {3 * 3 * 16}"
+    return Right(f"{sent:.0f} bytes sent by each rank, scale included")
