@@ -278,26 +278,30 @@ def fsdp(mesh, mode=None, **options):
     return shard
 
 
-def fsdp_cases():
+def fsdp_cases(everything):
     mesh, hsdp = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     truth = train()
     found = {
-        "no float8 gather": error(train(fsdp(mesh)), truth),
         "float8 gather": error(train(fsdp(mesh), gather=True), truth),
-        "scales once": error(train(fsdp(mesh), gather=True, scales=True), truth),
-        "HSDP": error(train(fsdp(hsdp), gather=True, scales=True), truth),
-        "kept after forward": error(train(fsdp(mesh, reshard_after_forward=False), gather=True, scales=True), truth),
-        "offload": error(train(fsdp(mesh, cpu_offload=True), gather=True, scales=True), truth),
-        "checkpoint full": error(train(fsdp(mesh, "full"), gather=True, scales=True), truth),
-        "checkpoint per_op": error(train(fsdp(mesh, "per_op"), gather=True), truth),
+        "HSDP, scales once, checkpoint": error(train(fsdp(hsdp, "full"), gather=True, scales=True), truth),
         "rowwise": error(train(fsdp(mesh), "rowwise"), train(recipe="rowwise")),
     }
+    if everything:
+        known = {"gather": True, "scales": True}
+        found |= {
+            "no float8 gather": error(train(fsdp(mesh)), truth),
+            "scales once": error(train(fsdp(mesh), **known), truth),
+            "HSDP": error(train(fsdp(hsdp), gather=True), truth),
+            "kept after forward": error(train(fsdp(mesh, reshard_after_forward=False), **known), truth),
+            "offload": error(train(fsdp(mesh, cpu_offload=True), **known), truth),
+            "checkpoint per_op": error(train(fsdp(mesh, "per_op"), gather=True), truth),
+        }
     part = refused(lambda: train(fsdp(mesh, reshard_after_forward=2), gather=True))
     return found, error(train(recipe=None), truth), part
 
 
-def test_fsdp_with_float8_gather_is_float8_without_fsdp(capfd):
-    results = launch(fsdp_cases, ranks=4)
+def test_fsdp_with_float8_gather_is_float8_without_fsdp(capfd, request):
+    results = launch(fsdp_cases, request.config.getoption("--full"), ranks=4)
     for found, plain, part in results:
         assert part.startswith("reshard_after_forward=2 keeps a part of gathered weights")
         rowwise = found.pop("rowwise")  # its results are rounded to bf16: a sum in another order may round otherwise
@@ -421,9 +425,9 @@ def test_what_torchao_would_gather_wrong_is_refused():
     assert meta.startswith("7 weights gathered in float8 are on meta")
 
 
-def tensor_parallel_cases():
+def tensor_parallel_cases(everything):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
-    one = (0, 1)
+    one, two = (0, 1), (mesh["fsdp"].get_local_rank(), 2)
 
     def tp(sequence_parallel=False):
         return lambda model: apply_tensor_parallel(model, mesh["tp"], sequence_parallel=sequence_parallel)
@@ -433,24 +437,22 @@ def tensor_parallel_cases():
         apply_fsdp(model, mesh["fsdp"])
 
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    truth, here = train(data=one), mesh["fsdp"].get_local_rank()
-    two = fsdp(mesh["fsdp"])
-    found = {
-        "TP 2": error(train(tp(), data=one), truth),
-        "TP 2, sequence parallel": error(train(tp(True), data=one), truth),
-    }
-    sharded = [{name: whole(g) for name, g in step.items()} for step in train(two, data=(here, 2))]
-    found["FSDP 2 × TP 2"] = error(train(both, data=(here, 2)), sharded)
-    found["FSDP 2 × TP 2, gather"] = error(train(both, gather=True, scales=True, data=(here, 2)), sharded)
-    plain, rounded = train(recipe=None, data=one, steps=1), {}
-    for recipe in ("rowwise",):
-        alone, parallel = train(recipe=recipe, data=one, steps=1), train(tp(), recipe=recipe, data=one, steps=1)
-        rounded[recipe] = error(alone, plain), error(parallel, plain)
+    sharded = [{name: whole(g) for name, g in step.items()} for step in train(fsdp(mesh["fsdp"]), data=two)]
+    found, rounded = {"FSDP × TP, gather": error(train(both, gather=True, scales=True, data=two), sharded)}, {}
+    if everything:
+        truth, plain = train(data=one), train(recipe=None, data=one, steps=1)
+        found["TP"] = error(train(tp(), data=one), truth)
+        found["TP, sequence parallel"] = error(train(tp(True), data=one), truth)
+        found["FSDP × TP"] = error(train(both, data=two), sharded)
+        for recipe in ("rowwise", "rowwise_with_gw_hp"):
+            alone, parallel = train(recipe=recipe, data=one, steps=1), train(tp(), recipe, data=one, steps=1)
+            rounded[recipe] = error(alone, plain), error(parallel, plain)
     return found, rounded, refused(lambda: train(lambda m: convert_to_float8(tp()(m)), recipe=None, data=one))
 
 
-def test_tensor_parallel_is_one_process():
-    for found, rounded, late in launch(tensor_parallel_cases, ranks=4, timeout=120):
+def test_tensor_parallel_is_one_process(request):
+    everything = request.config.getoption("--full")
+    for found, rounded, late in launch(tensor_parallel_cases, everything, ranks=4, timeout=120):
         # _scaled_mm adds in float32 whatever it returns, so 4e-7, until a sum in another order is rounded otherwise.
         assert max(found.values()) < 1e-3, found
         for alone, parallel in rounded.values():  # a row's scale covers a rank's part of it: finer, so not the same
