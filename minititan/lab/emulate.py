@@ -22,7 +22,8 @@ A matmul, convolution or attention operator is counted by torch's own table of f
 sleeps until its time is over. Its inputs and outputs are never touched: results are bit for bit those of a plain run.
 
 What it is not: a network simulator. No congestion, no topology, one wire a rank for all its groups; sleep is exact
-to about 0.1 ms, so describe times of milliseconds. The label of `describe()` belongs in the title of a figure.
+to about 0.1 ms, so describe times of milliseconds. A collective that fails raises where it is waited for, or at the
+next one. The label of `describe()` belongs in the title of a figure. Open a `recording()` inside of the link.
 """
 
 from __future__ import annotations
@@ -35,12 +36,11 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from minititan.lab import trace
-
-_RECV = ("recv_", "recv_any_source_")
 
 
 def _flops(func, args: tuple, kwargs: dict, out) -> int:
@@ -108,52 +108,77 @@ class _Wire:
     def __init__(self, bytes_per_s: float, latency_s: float):
         self.bytes_per_s, self.latency_s = bytes_per_s, latency_s
         self.free_at, self.under_way, self.jobs = 0.0, [], queue.SimpleQueue()
+        self.error: Exception | None = None  # the first one; Work.wait() of a work from a future would not raise it
+        self.told = False
+        self.hurry, self.wait = threading.Event(), dist.Work.wait
         self.thread = threading.Thread(target=self.run, daemon=True, name="emulated link")
         self.thread.start()
 
-    def put(self, seconds: float, start) -> torch.futures.Future:
+    def put(self, seconds: float, start, result: list) -> torch.futures.Future:
         """`start()` begins the real operation and returns its Work; the future is done when that is over."""
-        done = torch.futures.Future()
         self.free_at = max(self.free_at, time.monotonic()) + seconds
-        self.under_way.append(done)
-        self.jobs.put((self.free_at, start, done))
+        done = self.expect()
+        self.jobs.put((self.free_at, start, done, result))
         return done
 
-    def arrives(self, work: dist.Work) -> torch.futures.Future:
+    def arrives(self, work: dist.Work, result: list) -> torch.futures.Future:
         """Nothing to carry, only to be told of: a recv that is under way already."""
-        done = torch.futures.Future()
-        self.under_way.append(done)
-        threading.Thread(target=_finish, args=(work, done), daemon=True).start()
+        done = self.expect()
+        self.follow(work, done, result)
+        return done
+
+    def expect(self) -> torch.futures.Future:
+        self.under_way = [f for f in self.under_way if not f.done()]  # a future holds its tensors
+        self.under_way.append(done := torch.futures.Future())
         return done
 
     def run(self) -> None:
         while job := self.jobs.get():
-            moment, start, done = job
-            _sleep_until(moment)
-            try:
+            self.carry(*job)
+            job = None  # or the tensors of the last message would live until the next one
+
+    def carry(self, moment: float, start, done: torch.futures.Future, result: list) -> None:
+        self.hurry.wait(max(0.0, moment - time.monotonic()))
+        try:
+            with torch.inference_mode():  # gloo copies into tensors that autograd, or inference, may own
                 work = start()
+        except Exception as error:
+            self.fail(done, error)
+        else:
+            self.follow(work, done, result)
+
+    def follow(self, work: dist.Work, done: torch.futures.Future, result: list) -> None:
+        """A thread for each: the next message may leave before this one is received, as on a real wire."""
+
+        def finish():
+            try:
+                with torch.inference_mode():
+                    self.wait(work)
             except Exception as error:
-                done.set_exception(error)
-                continue
-            # A thread for each: the next message may leave before this one is received, as on a real wire.
-            threading.Thread(target=_finish, args=(work, done), daemon=True).start()
+                self.fail(done, error)
+            else:
+                done.set_result(result)  # what DistributedDataParallel reads it from
+
+        threading.Thread(target=finish, daemon=True, name="emulated message").start()
+
+    def fail(self, done: torch.futures.Future, error: Exception) -> None:
+        self.error = self.error or error
+        done.set_exception(error)
+
+    def check(self) -> None:
+        if self.error is not None:
+            self.told = True
+            raise self.error
 
     def close(self, patience_s: float) -> None:
+        """Waits for what nobody has waited for; what is then still to be sent goes at once, so that no peer hangs."""
         end = time.monotonic() + patience_s
         for done in self.under_way:
             while not done.done() and time.monotonic() < end:
                 time.sleep(1e-3)
+        self.hurry.set()
         self.jobs.put(None)
-        self.thread.join(patience_s)
-
-
-def _finish(work: dist.Work, done: torch.futures.Future) -> None:
-    try:
-        work.wait()
-    except Exception as error:
-        done.set_exception(error)
-    else:
-        done.set_result(None)
+        self.thread.join(1.0)
 
 
 class _Link(TorchDispatchMode):
@@ -171,19 +196,27 @@ class _Link(TorchDispatchMode):
         if func.namespace in trace._FUNCTIONAL and name not in trace._NOT_A_COLLECTIVE:
             with self:  # its kernel calls a c10d operator, which comes by here
                 return func.redispatch(trace._backend_keys(args), *args, **kwargs)
+        if func.namespace in trace._FUNCTIONAL and name == "wait_tensor":
+            out = func(*args, **kwargs)
+            self.wire.check()
+            return out
         if func.namespace != "c10d" or name not in trace._COLLECTIVES or name == "monitored_barrier_":
             return func(*args, **kwargs)
+        self.wire.check()
 
-        def start():
-            out = func(*args, **kwargs)
+        def start():  # straight to the backend: what autograd has to say, it has said on the caller's thread
+            out = func.redispatch(trace._backend_keys(args), *args, **kwargs)
             return dist.Work.unbox(out[-1] if isinstance(out, tuple) else out)
 
-        if name in _RECV:
-            done = self.wire.arrives(start())
+        if name == "recv_any_source_":
+            return start().boxed()  # its Work knows who it was
+        result = [t for t in tree_leaves(args[0]) if isinstance(t, torch.Tensor)]
+        if name == "recv_":
+            done = self.wire.arrives(start(), result)
         else:
             event = trace.Event(rank=dist.get_rank(), start=0.0, end=0.0, **trace._describe(name, args))
             sent = sum(n_bytes for _, n_bytes in trace._sends(event))
-            done = self.wire.put(_hops(event) * self.wire.latency_s + sent / self.wire.bytes_per_s, start)
+            done = self.wire.put(_hops(event) * self.wire.latency_s + sent / self.wire.bytes_per_s, start, result)
         work = torch._C._distributed_c10d._create_work_from_future(done).boxed()
         return work if len(func._schema.returns) == 1 else (args[0], work)
 
@@ -202,11 +235,23 @@ def link(bytes_per_s: float, latency_s: float = 0.0) -> Iterator[None]:
 
     A blocking collective blocks so long; an asynchronous one is under way meanwhile, whoever waits for it waits.
     Every rank must open the same link. At the end it waits up to 5 s for what nobody has waited for.
-    ValueError unless bytes_per_s is above 0 and latency_s at least 0.
+    ValueError unless bytes_per_s is above 0 and latency_s at least 0; also around a link or in a recording, which
+    would see nothing of what the wire's thread does.
     """
     _check(bytes_per_s=bytes_per_s, above=0.0)
     _check(latency_s=latency_s)
+    if trace._open:
+        raise ValueError(f"{len(trace._open)} recording is open around the link and would be empty: open it inside")
+    if any(isinstance(mode, _Link) for mode in _get_current_dispatch_mode_stack()):
+        raise ValueError("2 links, one in the other: a message has 1 wire; close the first")
     wire = _Wire(bytes_per_s, latency_s)
+
+    def wait_or_raise(work, *args, **kwargs):
+        out = wire.wait(work, *args, **kwargs)
+        wire.check()
+        return out
+
+    dist.Work.wait = wait_or_raise
     patience_s = 5.0
     try:
         with _Link(wire):
@@ -215,7 +260,10 @@ def link(bytes_per_s: float, latency_s: float = 0.0) -> Iterator[None]:
         patience_s = 0.0
         raise
     finally:
+        dist.Work.wait = wire.wait
         wire.close(patience_s)
+    if not wire.told:
+        wire.check()
 
 
 def describe(bytes_per_s: float | None = None, latency_s: float = 0.0, flops_per_s: float | None = None) -> str:

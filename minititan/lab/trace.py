@@ -147,6 +147,7 @@ class _Recorder(TorchDispatchMode):
         if isinstance(work, torch.ScriptObject):
             on_cpu = all(t.device.type == "cpu" for t in tree_leaves(args[0]))
             emulated = any(getattr(m, "works_have_futures", False) for m in _get_current_dispatch_mode_stack())
+            emulated = emulated and name != "recv_any_source_"
             has_future = emulated or not (on_cpu and fields["name"] in _NO_FUTURE_ON_CPU)
             self.take_off(dist.Work.unbox(work), has_future, fields)
         else:  # monitored_barrier_ returns when it is over
