@@ -21,7 +21,8 @@ Time        serial n m + (n-1) h, ring m + (n-1) max(m, h): whatever the link, o
 Traffic     a block and step: 6 gathers and 4 scatters, each n-1 messages of B·t·D·e bytes to the next rank; 4 and 4
             with keep_gathered, as in sequence parallelism that does not gather again. The norms' gradients add two
             all-reduces of D numbers. Embedding: a scatter and a gather; output: 2 gathers (1), a scatter, the logits.
-Memory      matrices 1/n, x between blocks 1/n, also what a block keeps for backward of its two gathered inputs.
+Memory      1/n of the matrices and of x between blocks; for backward, 1/n of a block's two gathered inputs, all of
+            them with keep_gathered.
 Use it      where sequence parallelism is used, with chunks so large that a GEMM of B·t rows is still efficient.
 Not here    float8, autocast, one loop for both rings of a backward, a chunk's halves in both directions of the link.
 References  Wang et al., ASPLOS 2023 (10.1145/3567955.3567959); Korthikanti et al. 2022, arXiv 2205.05198;
@@ -282,7 +283,8 @@ def matmul_reduce_scatter(
 def can_fuse(group: Group, device: torch.device) -> bool:
     """Whether torch's symmetric-memory kernels can serve the group: CUDA, and each GPU reaches every other's memory.
 
-    Ranks of one host must see all its GPUs (no CUDA_VISIBLE_DEVICES for each). Sends nothing.
+    It sends nothing, so it takes for granted that the group's ranks share a host (else pass how="ring"), and each must
+    see all GPUs there (no CUDA_VISIBLE_DEVICES for each).
     """
     n = dist.get_world_size(group)
     if device.type != "cuda" or n == 1 or n > torch.cuda.device_count():
@@ -477,9 +479,9 @@ def apply_async_tensor_parallel(
         weight_vD, start = _local(self.weight), ceil(self.num_embeddings / n) * rank
         index_BT = tokens_BT - start
         mine_BT = (index_BT >= 0) & (index_BT < len(weight_vD))
-        padding = start - 1 if self.padding_idx is None else self.padding_idx  # its row gets no gradient
-        padding = padding - start if 0 <= padding - start < len(weight_vD) else None
-        summand_BTD = F.embedding(index_BT * mine_BT, weight_vD, padding) * mine_BT[..., None]
+        padded = self.padding_idx is not None and 0 <= self.padding_idx - start < len(weight_vD)
+        padding_idx = self.padding_idx - start if padded else None  # its row gets no gradient
+        summand_BTD = F.embedding(index_BT * mine_BT, weight_vD, padding_idx) * mine_BT[..., None]
         return _ReduceScatter.apply(summand_BTD, _Ring(summand_BTD, group, 1, tokens_BT.shape[1], "ring"))
 
     def embed_to_whole(self, tokens_BT: Tensor) -> Tensor:

@@ -27,13 +27,17 @@ The root is gathered once a microbatch, as the last thing forward uses is the fi
 blocks, 2L+1 all-gathers and L+1 reduce-scatters. For an instant the receive buffer doubles a gathered block.
 HSDP shards within a group and replicates across groups: n is the group, and an all-reduce of P/n crosses groups.
 
+Stages 1 and 2 (`ZeroByHand`) keep the model and cut only what belongs to an update: the optimizer is elementwise, so
+a rank that updates its rows needs the state, and the mean gradient, of its rows alone; then all gather the rest.
+
 FSDP1 cut a block as one flat vector (`FlatParameterByHand`): nothing to copy after a gather, but a piece begins
 inside one weight's row and ends inside another's. FSDP2 cuts each parameter by rows: a shard keeps shape, name
 and dtype, and can be frozen, decayed or saved alone.
 
 Use it when 16 bytes a parameter (fp32, AdamW) do not fit a device, and batches are large enough that a block's
-compute hides its gather. Not by hand: overlap, mixed precision, offload, tensor-parallel parameters; `apply_fsdp`
-has them from torch's `fully_shard`. Both expect equal initial weights on all ranks and a batch of its own on each.
+compute hides the gather of the next (`prefetch`). Not by hand: overlap, mixed precision, offload, tensor-parallel
+parameters; `apply_fsdp` has them from torch's `fully_shard`. All expect equal initial weights on all ranks and a batch
+of its own on each.
 
 References: ZeRO https://arxiv.org/abs/1910.02054 · PyTorch FSDP https://arxiv.org/abs/2304.11277 ·
 FSDP2 https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
@@ -99,8 +103,10 @@ def _find_units(model: nn.Module, blocks: Iterable[nn.Module] | None) -> dict[nn
     return units
 
 
-def _check_axes(mesh: DeviceMesh) -> None:
-    if mesh.ndim > 2:
+def _check_axes(mesh: DeviceMesh, most: int = 2) -> None:
+    if mesh.ndim > most == 1:
+        raise ValueError(f"the mesh has {mesh.ndim} axes, {tuple(mesh.shape)}: give the 1 axis to shard over")
+    if mesh.ndim > most:
         raise ValueError(
             f"the mesh has {mesh.ndim} axes, {mesh.mesh_dim_names} of {mesh.shape}: give the 1 axis to shard over, "
             "or 2, to replicate and to shard over, as in mesh['dp_replicate', 'dp_shard']"
@@ -108,6 +114,83 @@ def _check_axes(mesh: DeviceMesh) -> None:
 
 
 # ---- by hand --------------------------------------------------------------------------------------------------
+
+
+def _with_rows(tensor: Tensor, n_rows: int) -> Tensor:
+    """`tensor`, or if it is shorter a copy with rows of 0 at the end."""
+    missing = n_rows - len(tensor)
+    return F.pad(tensor, [0, 0] * (tensor.dim() - 1) + [0, missing]) if missing else tensor.contiguous()
+
+
+class ZeroByHand:
+    """ZeRO-1 and 2: a rank holds all parameters, updates k rows of each, and has optimizer state for those only.
+
+        zero = ZeroByHand(model, mesh, stage=2)
+        optimizer = zero.attach(torch.optim.AdamW(zero.rows))      # then forward, backward, step, zero_grad as ever
+
+    mesh: a ProcessGroup or 1-axis DeviceMesh. `zero.rows` are views of the parameters; in a step their `.grad` is the
+    mean over the ranks. stage 1: whole gradients add up on each rank until `step`, or until `reduce()`, before a clip.
+    stage 2: each gradient leaves as soon as backward has it. All ranks must use the same parameters.
+    Raises ValueError: any other stage, a mesh of 2 axes, a parameter of shape ().
+    """
+
+    def __init__(self, model: nn.Module, mesh, stage: int):
+        if stage not in (1, 2):
+            raise ValueError(f"stage={stage!r}: 1 cuts optimizer state, 2 gradients too; 3 is FullyShardByHand")
+        if isinstance(mesh, DeviceMesh):
+            _check_axes(mesh, most=1)
+            mesh = mesh.get_group()
+        self.group, self.n, rank = mesh, dist.get_world_size(mesh), dist.get_rank(mesh)
+        self.rows_of, self.names = {}, []
+        for p, places in _find_units(model, blocks=[])[model].items():
+            if p.requires_grad:
+                k = -(-len(p) // self.n)
+                self.rows_of[p] = nn.Parameter(p.detach()[rank * k :][:k])  # may be fewer than k, or none
+                self.names.append(places[0][2])
+        self.rows = [*self.rows_of.values()]
+        if stage == 2:
+            for p in self.rows_of:
+                p.register_post_accumulate_grad_hook(self.reduce_one)
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        optimizer.register_step_pre_hook(lambda *_: self.reduce())
+        optimizer.register_step_post_hook(lambda *_: self.gather_parameters())
+        return optimizer
+
+    def reduce(self) -> None:
+        for p in self.rows_of:
+            if p.grad is not None:
+                self.reduce_one(p)
+
+    @torch.no_grad()
+    def reduce_one(self, p: nn.Parameter) -> None:
+        """A whole gradient leaves; this rank's rows of the mean are added to what earlier microbatches left."""
+        rows, k = self.rows_of[p], -(-len(p) // self.n)
+        mean = p.new_empty(k, *p.shape[1:])
+        _reduce_scatter(mean, _with_rows(p.grad, self.n * k), group=self.group)
+        mean = mean.div_(self.n)[: len(rows)]
+        rows.grad = mean if rows.grad is None else rows.grad.add_(mean)
+        p.grad = None
+
+    def gather(self, p: nn.Parameter, rows: Tensor) -> Tensor:
+        k = -(-len(p) // self.n)
+        whole = p.new_empty(self.n * k, *p.shape[1:])
+        _all_gather(whole, _with_rows(rows, k), group=self.group)
+        return whole[: len(p)]
+
+    @torch.no_grad()
+    def gather_parameters(self) -> None:
+        for p, rows in self.rows_of.items():
+            p.copy_(self.gather(p, rows))
+
+    @torch.no_grad()
+    def whole(self, gradients: bool = False) -> dict[str, Tensor]:
+        """Name -> whole parameter, or whole mean gradient of the step under way. All ranks must call it."""
+        found = zip(self.names, self.rows_of.items(), strict=True)
+        if not gradients:
+            return {name: p.detach().clone() for name, (p, _) in found}
+        self.reduce()
+        return {name: self.gather(p, rows.grad) for name, (p, rows) in found if rows.grad is not None}
 
 
 class _GatherAndReduce(torch.autograd.Function):
@@ -152,7 +235,7 @@ class _Unit:
         self.lengths, self.at_rest = [len(p) for p in parameters], []
         for p in parameters:
             k = -(-len(p) // self.n)
-            padded = F.pad(p.detach(), [0, 0] * (p.dim() - 1) + [0, self.n * k - len(p)])
+            padded = _with_rows(p.detach(), self.n * k)
             self.at_rest.append(nn.Parameter(padded[self.rank * k :][:k].clone(), p.requires_grad))
         return self.at_rest
 
@@ -316,8 +399,6 @@ def apply_fsdp(
     _check_axes(mesh)
     if mesh.ndim == 2 and not mesh.mesh_dim_names:
         raise ValueError(f"2 axes of {mesh.shape} need names: mesh_dim_names=('dp_replicate', 'dp_shard')")
-    if sharded := [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]:
-        raise ValueError(f"{len(sharded)} modules are sharded already, as {sharded[-1]!r} is: call this once")
     for name, dtype in {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}.items():
         if dtype is not None and not (dtype.is_floating_point and dtype.itemsize >= 2):
             raise ValueError(f"{name}={dtype} cannot carry gradients: use a float of 16 bits or more")
@@ -329,6 +410,10 @@ def apply_fsdp(
             "True to free, False to keep, or None"
         )
     units = _find_units(model, blocks)
+    if sharded := [type(module).__name__ for module in units if isinstance(module, FSDPModule)]:
+        raise ValueError(
+            f"{len(sharded)} of {len(units)} units are sharded already, as a {sharded[-1]}: call this once"
+        )
     if param_dtype and not reduce_dtype:
         reduce_dtype = torch.promote_types(param_dtype, torch.float32)
     on_gpu = mesh.device_type == "cuda"
@@ -342,6 +427,24 @@ def apply_fsdp(
         if units[module] or module is model:
             fully_shard(module, **options)
     return model
+
+
+def prefetch(model: nn.Module, n: int = 1) -> None:
+    """While a block computes, the parameters of the next `n` travel: forward in order, backward in the other.
+
+    model: from `apply_fsdp`, whose blocks run in the order of `model.modules()`. Holds `n` blocks more; 0 takes it back.
+    With CUDA's streams, 1 is what happens anyway as long as the CPU runs ahead of the GPU; on gloo, where a gather
+    blocks the CPU, nothing overlaps without this, and reduce-scatters never do. Raises ValueError: n < 0, no FSDP.
+    """
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]  # the root first
+    if not units or n < 0:
+        raise ValueError(f"prefetch n={n} of {len(units)} sharded modules: n is at least 0, after apply_fsdp")
+    for i, unit in enumerate(units):
+        before = units[max(i - n, 1) : i] if i else units[len(units) - n :] if n else []
+        unit.set_modules_to_forward_prefetch(units[i + 1 : i + 1 + n])
+        unit.set_modules_to_backward_prefetch(before[::-1])  # the root's backward is the first to begin
+    if next(model.parameters()).device_mesh.device_type == "cpu":
+        units[0]._set_unshard_async_op(n > 0)
 
 
 # ---- the proof ------------------------------------------------------------------------------------------------
@@ -361,7 +464,7 @@ class _Net(nn.Module):
 
 
 def demo(steps: int = 3, accumulate: int = 2) -> None:
-    """By hand == flat == native == one process: losses and gradients of some AdamW steps in float64."""
+    """ZeRO 1, 2, 3 by hand == flat == native == one process: losses and gradients of some AdamW steps in float64."""
     on_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpus else torch.device("cpu")
     dist.init_process_group("nccl" if on_gpus else "gloo", device_id=device if on_gpus else None)
@@ -373,24 +476,30 @@ def demo(steps: int = 3, accumulate: int = 2) -> None:
     def train(way, rows: slice) -> list[Tensor]:
         torch.manual_seed(1)
         model = _Net().to(device, torch.float64)
-        by_hand = way(model, mesh) if way else None
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        handle = way(model, mesh) if way else None
+        zero = isinstance(handle, ZeroByHand)
+        optimizer = torch.optim.AdamW(handle.rows if zero else model.parameters(), lr=1e-2)
+        if zero:
+            handle.attach(optimizer)
         seen = []
         for x_ABD in x_SABD[:, :, rows]:
             for x_BD in x_ABD:
                 loss = model(x_BD).logsumexp(dim=1).mean() / accumulate
                 loss.backward()
                 seen.append(loss.detach())
-            grads = {name: p.grad for name, p in model.named_parameters()}
-            if isinstance(by_hand, FullyShardByHand):
-                grads = by_hand.whole(gradients=True)
+            if isinstance(handle, ZeroByHand | FullyShardByHand):
+                grads = handle.whole(gradients=True)
+            else:
+                grads = {name: p.grad for name, p in model.named_parameters()}
             seen += [g.full_tensor() if hasattr(g, "full_tensor") else g for _, g in sorted(grads.items())]
             optimizer.step()
             optimizer.zero_grad()
         return seen
 
     reference = train(None, slice(None))
-    for way in (FullyShardByHand, FlatParameterByHand, apply_fsdp):
+    ways = {f"ZeroByHand, stage {stage}": lambda *a, stage=stage: ZeroByHand(*a, stage) for stage in (1, 2)}
+    ways |= {way.__name__: way for way in (FullyShardByHand, FlatParameterByHand, apply_fsdp)}
+    for name, way in ways.items():
         worst = {"loss": 0.0, "gradient": 0.0}
         for ours, theirs in zip(train(way, slice(2 * rank, 2 * rank + 2)), reference, strict=True):
             kind = "gradient" if ours.dim() else "loss"
@@ -398,9 +507,9 @@ def demo(steps: int = 3, accumulate: int = 2) -> None:
                 dist.all_reduce(ours.div_(n))
             worst[kind] = max(worst[kind], ((ours - theirs).norm() / theirs.norm()).item())
         if rank == 0:
-            print(f"{way.__name__:20} against one process:", *(f"{k} {e:.1e}" for k, e in worst.items()))
+            print(f"{name:20} against one process:", *(f"{k} {e:.1e}" for k, e in worst.items()))
         if not max(worst.values()) < 1e-10:
-            raise SystemExit(f"{way.__name__} differs from one process by {worst}, more than 1e-10")
+            raise SystemExit(f"{name} differs from one process by {worst}, more than 1e-10")
     dist.barrier()
     dist.destroy_process_group()
     print(end="", flush=True)

@@ -26,6 +26,7 @@ Some jobs belong to several axes at once. These *views* are flattened from the a
     hsdp     dp_replicate, fsdp (2 axes)   the same inside each replica, gradients summed across replicas
     ep       the fast part of dp_shard × cp × tp, and efsdp the rest of it: where the experts of a MoE go.
              ep takes no ranks of its own; it borrows those three axes for the expert layers only.
+    ehsdp    dp_replicate, efsdp (2 axes)  for experts what hsdp is for the rest
 
 Cost: a mesh is only names, but each group is a communicator (NCCL: buffers on the GPU, and seconds at scale). The
 groups of the five axes are made once. A view with a single axis larger than 1 *is* that axis, and views with the
@@ -183,6 +184,7 @@ class ParallelDims:
             block = self._flat(root, BORROWED)
             experts = block._unflatten(0, (block.size() // self.ep, self.ep), ("efsdp", "ep"))
             self._meshes.update(ep=experts["ep"], efsdp=experts["efsdp"])
+            self._meshes["ehsdp"] = DeviceMesh._concatenate([root["dp_replicate"], experts["efsdp"]])
         return root
 
     def axis(self, name: str) -> DeviceMesh:
@@ -193,7 +195,7 @@ class ParallelDims:
         """
         if name in self._meshes:
             return self._meshes[name]
-        known = (*AXES, *VIEWS, "ep", "efsdp")
+        known = (*AXES, *VIEWS, "ep", "efsdp", "ehsdp")
         if name not in known:
             raise ValueError(f"no axis or view {name!r}; there are {', '.join(known)}")
         if not self._meshes:

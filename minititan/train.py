@@ -37,12 +37,19 @@ import torch.nn.functional as F
 import tyro
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from tqdm import tqdm
 
+from minititan.context_parallel import apply_context_parallel, check_context_parallel, shard_sequence
 from minititan.data import ByteCorpus, batches
+from minititan.expert_parallel import (
+    apply_expert_parallel,
+    check_expert_parallel,
+    shard_experts,
+    update_expert_bias,
+)
 from minititan.fsdp import apply_fsdp
 from minititan.grad_clip import clip_grad_norm_
 from minititan.meta_init import materialize, on_meta
@@ -50,6 +57,7 @@ from minititan.metrics import Meter, flops_per_token, log_to
 from minititan.model import PRESETS, ModelConfig, Transformer
 from minititan.optimizer import build_adamw, warmup_stable_decay
 from minititan.parallel_dims import ParallelDims
+from minititan.pipeline_parallel import build_schedule, check_pipeline_parallel, split_model, stages_of_ranks
 from minititan.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
 
 IGNORE = -100  # a target that is no token: padding
@@ -86,6 +94,9 @@ class TrainConfig:
     max_norm: float = 1.0  # gradients are scaled down to this global norm
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"  # of parameters, gradients and AdamW's state
     compute_dtype: Literal["float32", "bfloat16"] | None = None  # FSDP gathers and computes in it
+    schedule: str = "1f1b"  # with pp: one of pipeline_parallel.SCHEDULES; accumulate is its number of microbatches
+    stages_per_rank: int | None = None  # with pp: None is 1, or 2 for a schedule that wants more
+    cp_method: Literal["ring", "all_gather", "ulysses"] = "ring"  # with cp
     sequence_parallel: bool = False  # with tp: norms and residuals on 1/tp of the tokens; tp divides seq_len
     loss_parallel: bool = False  # with tp: the loss of logits that stay cut by vocabulary
     eval_batches: int = 4  # held-back batches, read before the first and after the last step
@@ -117,28 +128,61 @@ class TrainResult:
 def parallelize(model: nn.Module, dims: ParallelDims, config: TrainConfig) -> nn.Module:
     """The whole order of composition, on a model on meta, in place.
 
-    Tensor parallel is first, because it replaces the weights that all others wrap. FSDP is last, because it cuts what
-    the others have left on a rank, module by module as it finds them.
+    Tensor parallel is first, because it replaces the weights that all others wrap; experts and context parallel replace
+    what lies between those. FSDP is last, because it cuts what the others have left on a rank, module by module as it
+    finds them. A pipeline stage keeps its parameters gathered: many microbatches are under way at once.
     """
-    if dims.tp > 1:
+    tp_mesh = dims.axis("tp") if dims.tp > 1 else None
+    if tp_mesh:
         flags = {"sequence_parallel": config.sequence_parallel, "loss_parallel": config.loss_parallel}
-        apply_tensor_parallel(model, dims.axis("tp"), **flags)
+        apply_tensor_parallel(model, tp_mesh, **flags)
+    if dims.ep > 1:
+        apply_expert_parallel(model, dims.axis("ep"), tp_mesh, config.sequence_parallel)
+    if dims.cp > 1:
+        apply_context_parallel(model, dims.axis("cp"), config.cp_method)
     compute_dtype = getattr(torch, config.compute_dtype) if config.compute_dtype else None
-    if dims.size("hsdp") > 1 or compute_dtype:
-        apply_fsdp(model, dims.axis("hsdp" if dims.dp_replicate > 1 else "fsdp"), param_dtype=compute_dtype)
+    if dims.size("hsdp") > 1 or dims.ep > 1 or compute_dtype:
+        replicated = "hsdp" if dims.dp_replicate > 1 else "fsdp"
+        if dims.ep > 1:
+            options = {"mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)}
+            shard_experts(model, dims.axis(f"e{replicated}"), **(options if compute_dtype else {}))
+        reshard = False if dims.pp > 1 else None
+        apply_fsdp(model, dims.axis(replicated), param_dtype=compute_dtype, reshard_after_forward=reshard)
     return model
 
 
 def check(config: TrainConfig, world_size: int) -> ParallelDims:
     """The layout on world_size ranks, or a ValueError that says why not. Makes no group and allocates nothing."""
     model, dims = config.model, ParallelDims(**asdict(config.parallel), world_size=world_size)
-    if other := [f"{name} {getattr(dims, name)}" for name in ("pp", "cp", "ep") if getattr(dims, name) > 1]:
-        raise ValueError(
-            f"{', '.join(other)}: not composed yet. What works is dp_replicate × dp_shard × tp: set pp, cp and ep to 1 "
-            f"and split the {world_size} ranks among those three."
+    if dims.pp > 1:
+        rows = config.global_batch // dims.size("dp")
+        check_pipeline_parallel(
+            config.schedule, dims.pp, config.accumulate, config.stages_per_rank, model.n_layers, rows
         )
+        if config.sequence_parallel and dims.tp > 1 and dims.cp > 1:
+            raise ValueError(
+                f"pp {dims.pp} × cp {dims.cp} × tp {dims.tp} with sequence_parallel: a stage gets 1/tp of this rank's tokens "
+                "and cannot tell where they stand in a sequence that cp has cut too; leave out one of the four"
+            )
+        if model.tied:
+            raise ValueError(
+                f"tied=True makes one matrix of the embedding, on the first of {dims.pp} stages, and of the output, on the "
+                "last: take tied=False, or pp 1"
+            )
+    if model.n_experts:
+        check_expert_parallel(dims.ep, model.n_experts, dims.tp, config.seq_len // dims.cp)
+        if dims.tp > 1 and dims.ep == 1:
+            raise ValueError(
+                f"tp {dims.tp} with {model.n_experts} experts: the tensor-parallel ranks share experts as ep ranks do, so "
+                f"set ep to a divisor of both {model.n_experts} and dp_shard × cp × tp = {dims.size('efsdp')}, above 1"
+            )
+    elif dims.ep > 1:
+        raise ValueError(f"ep {dims.ep} spreads experts, and the model has n_experts 0: set ep to 1, or n_experts")
+    cut_seq_len = config.seq_len // dims.cp
+    heads = {name: getattr(model, name) // dims.tp for name in ("n_heads", "n_kv_heads")}
+    check_context_parallel(dims.cp, seq_len=config.seq_len, method=config.cp_method, **heads)
     divided = {name: getattr(model, name) for name in ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")}
-    check_tensor_parallel(dims.tp, **divided, seq_len=config.seq_len if config.sequence_parallel else None)
+    check_tensor_parallel(dims.tp, **divided, seq_len=cut_seq_len if config.sequence_parallel else None)
     for name in ("steps", "global_batch", "seq_len", "accumulate", "eval_batches", "lr", "max_norm"):
         if not 0 < (value := getattr(config, name)) < math.inf:
             raise ValueError(f"{name}={value} must be above 0")
@@ -188,8 +232,8 @@ Watch = Callable[[str, int, nn.Module], object]
 def train(config: TrainConfig, watch: Watch = lambda *_: None) -> TrainResult:
     """Trains in the default process group, which must exist; every rank of it calls this with the same config.
 
-    watch: called on each rank, with the name of the moment: ("gradients", step, model) once they are clipped and not
-    yet applied, ("updated", step, model) after the optimizer step.
+    watch: called on each rank for each part of the model there (one, or its stages of a pipeline), with the name of the
+    moment: ("gradients", step, part) once they are clipped and not yet applied, ("updated", step, part) afterwards.
     Raises ValueError before any group is made (see `check`), and FloatingPointError, on all ranks and before the
     optimizer step, when the loss or the gradient norm is not finite.
     """
@@ -204,14 +248,36 @@ def train(config: TrainConfig, watch: Watch = lambda *_: None) -> TrainResult:
 
     model = on_meta(lambda: Transformer(config.model).to(getattr(torch, config.dtype)))
     n_parameters = sum(p.numel() for p in model.parameters())
-    parallelize(model, dims, config)
-    materialize(model, device, config.seed)
-    optimizer = build_adamw(model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+    parts = [model]  # of a pipeline: this rank's stages
+    if dims.pp > 1:
+        placement = stages_of_ranks(config.schedule, dims.pp, config.stages_per_rank)
+        n_stages = sum(map(len, placement))
+        parts = [split_model(model, n_stages, stage) for stage in placement[dims.axis("pp").get_local_rank()]]
+    for part in parts:
+        parallelize(part, dims, config)
+        materialize(part, device, config.seed)
+    parameters = [p for part in parts for p in part.parameters()]
+    optimizer = build_adamw(parameters, lr=config.lr, weight_decay=config.weight_decay)
+    routers = [module for part in parts for module in part.modules() if hasattr(module, "sequence_weight")]
+    for router in routers:
+        router.sequence_weight = n_averaged / config.global_batch
+
+    def loss_share(logits_BTV: Tensor, targets_BT: Tensor, divisor: Tensor | int = 1) -> Tensor:
+        return cross_entropy_sum(logits_BTV, targets_BT) / divisor
+
+    pipeline, stage_inputs = None, {}
+    if dims.pp > 1:
+        if dims.cp == 1:  # sequence parallel stages cannot count the tokens; with cp a hook knows the places
+            stage_inputs["positions_T"] = torch.arange(config.seq_len, device=device)
+        pipeline = build_schedule(parts, config.schedule, config.accumulate, loss_share, dims.axis("pp"))
 
     def microbatches(text: ByteCorpus, step: int) -> list[tuple[Tensor, Tensor]]:
         """This rank's (tokens_BT, targets_BT) of one step."""
         rows = batches(text, config.global_batch, config.seq_len, step, dp_rank, dp_size, config.seed)
-        return list(zip(*(x_BT.to(device).chunk(config.accumulate) for x_BT in rows), strict=True))
+        if dims.cp > 1:
+            rows = [shard_sequence(x_BT, dims.axis("cp")) for x_BT in rows]
+        n_pieces = 1 if pipeline else config.accumulate  # a pipeline cuts them itself
+        return list(zip(*(x_BT.to(device).chunk(n_pieces) for x_BT in rows), strict=True))
 
     @loss_parallel()  # of logits that are DTensors, others take the plain way
     @torch.no_grad()
@@ -219,7 +285,11 @@ def train(config: TrainConfig, watch: Watch = lambda *_: None) -> TrainResult:
         total = torch.zeros(2, dtype=torch.float64, device=device)
         for i in range(config.eval_batches):
             for tokens_BT, targets_BT in microbatches(corpus.held_back, i):
-                total[0] += cross_entropy_sum(model(tokens_BT), targets_BT)
+                total[0] += (
+                    pipeline.eval(tokens_BT, targets_BT, **stage_inputs)
+                    if pipeline
+                    else loss_share(parts[0](tokens_BT), targets_BT)
+                )
                 total[1] += (targets_BT != IGNORE).sum()
         dist.all_reduce(total, group=loss_group)
         return (total[0] / total[1]).item()
@@ -230,21 +300,27 @@ def train(config: TrainConfig, watch: Watch = lambda *_: None) -> TrainResult:
         pieces = microbatches(corpus, step)
         n_valid = sum((targets_BT != IGNORE).sum() for _, targets_BT in pieces)
         dist.all_reduce(n_valid, group=loss_group)
+        divisor = n_valid.double() / n_averaged  # int / int would be float32
         loss = torch.zeros((), dtype=torch.float64, device=device)
         for left, (tokens_BT, targets_BT) in zip(reversed(range(len(pieces))), pieces, strict=True):
+            if pipeline:
+                loss += pipeline.step(tokens_BT, targets_BT, {"divisor": divisor}, **stage_inputs)
+                continue
             if isinstance(model, FSDPModule):
                 model.set_is_last_backward(left == 0)
                 model.set_requires_all_reduce(left == 0)  # to shards each time, across replicas once
-            share = cross_entropy_sum(model(tokens_BT), targets_BT) / n_valid
-            (share * n_averaged).backward()
+            share = loss_share(model(tokens_BT), targets_BT, divisor)
+            share.backward()
             loss += share.detach()
+        loss /= n_averaged
         dist.all_reduce(loss, group=loss_group)
         return loss.item()
 
     n_multiplying = n_parameters - (0 if config.model.tied else config.model.vocab_size * config.model.dim)
     sizes = (config.model.n_layers, config.model.n_heads, config.model.head_dim, config.seq_len)
     meter = Meter(flops_per_token(n_multiplying, *sizes), dist.get_world_size(), device)
-    layout = " × ".join(f"{name} {getattr(dims, name)}" for name in ("dp_replicate", "dp_shard", "tp"))
+    axes = ("dp_replicate", "dp_shard", "tp", *(name for name in ("cp", "pp", "ep") if getattr(dims, name) > 1))
+    layout = " × ".join(f"{name} {getattr(dims, name)}" for name in axes)
     result = TrainResult(layout, n_parameters, held_back_first=held_back_loss())
     n_tokens, is_first = config.global_batch * config.seq_len, dist.get_rank() == 0
     has_bar = is_first and sys.stderr.isatty()
@@ -254,14 +330,19 @@ def train(config: TrainConfig, watch: Watch = lambda *_: None) -> TrainResult:
         meter.start()
         for step in range(config.steps):
             loss = forward_backward(step)
-            grad_norm = clip_grad_norm_(model.parameters(), config.max_norm).item()
+            grad_norm = clip_grad_norm_(parameters, config.max_norm, dims.axis("pp") if dims.pp > 1 else None).item()
             check_finite(step, config, result.losses, **{"loss": loss, "gradient norm": grad_norm})
-            watch("gradients", step, model)
+            for part in parts:
+                watch("gradients", step, part)
             for group in optimizer.param_groups:
                 group["lr"] = lr_at(step, config)
             optimizer.step()
             optimizer.zero_grad()
-            watch("updated", step, model)
+            if routers:
+                spread = [dims.axis("loss"), *([dims.axis("tp")] if dims.tp > 1 else [])]
+                update_expert_bias(nn.ModuleList(parts), *spread)
+            for part in parts:
+                watch("updated", step, part)
             row = meter.step(loss, grad_norm, n_tokens, lr=lr_at(step, config))
             result.losses.append(loss)
             result.grad_norms.append(grad_norm)

@@ -1,6 +1,7 @@
 """lab.trace: every collective once, with its bytes, its group and its true end; spans, traffic, memory, Perfetto."""
 
 import json
+import pickle
 import time
 
 import pytest
@@ -11,8 +12,11 @@ from torch import nn
 from minititan.lab.launch import launch
 from minititan.lab.trace import (
     Event,
+    MemorySample,
     Traffic,
+    cuda_snapshot,
     memory_by_kind,
+    peak,
     recording,
     save_chrome_trace,
     span,
@@ -381,6 +385,63 @@ def test_watch_memory_follows_temporaries_resizes_and_views():
     totals = [s.total for s in samples]
     assert totals == [4000, 4400, 4000, 0]
     assert samples[1].n_bytes == {"activations": 4000, "gathered": 400}
+
+
+def test_watch_memory_knows_gradients_that_are_cleared_without_an_optimizer():
+    model = nn.Linear(10, 10, bias=False)
+    with watch_memory(model) as samples:
+        model(torch.ones(2, 10)).sum().backward()
+        model(torch.ones(2, 10)).sum().backward()  # makes a second one, and adds it to the first
+        model.zero_grad()
+    assert max(s.n_bytes.get("gradients", 0) for s in samples) == 400
+    assert samples[-1].n_bytes["gradients"] == 0 and samples[-1].n_bytes["activations"] == 0
+
+
+def test_peak_is_the_largest_that_was_true_in_a_time():
+    samples = [MemorySample(0, t, {"parameters": 1, "activations": n}) for t, n in enumerate((5, 9, 2, 4))]
+    assert peak(samples).total == 10 and peak(samples, 2).n_bytes["activations"] == 4
+    assert peak(samples, 1.5, 1.5).total == 10, "what was held then, not the next change"
+    assert peak(samples, 1.5, 2.5).total == 10 and peak(samples, 2.1, 2.9).total == 3
+    assert peak(samples, 7, 8).total == 5
+    with pytest.raises(ValueError, match="no sample until -1"):
+        peak(samples, -2, -1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tells what to do without CUDA")
+def test_cuda_snapshot_without_cuda_says_what_to_use(tmp_path):
+    with (
+        pytest.raises(ValueError, match=r"no CUDA device.*a\.pickle.*watch_memory"),
+        cuda_snapshot(tmp_path / "a.pickle"),
+    ):
+        raise AssertionError("the block must not run")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, whose allocator keeps the history")
+def test_cuda_snapshot_is_what_the_viewer_opens(tmp_path):
+    with cuda_snapshot(tmp_path / "a.pickle") as path:
+        x = torch.ones(1 << 20, device="cuda")
+        del x
+    snapshot = pickle.loads(path.read_bytes())
+    actions = [entry["action"] for trace in snapshot["device_traces"] for entry in trace if entry["size"] >= 1 << 22]
+    assert "alloc" in actions and snapshot["segments"]
+
+
+def test_cuda_snapshot_is_written_when_the_block_runs_out_of_memory(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: calls.append(options))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: calls.append(path))
+    with pytest.raises(MemoryError), cuda_snapshot(tmp_path / "a.pickle", max_entries=7):
+        raise MemoryError
+    assert calls == [{"max_entries": 7}, str(tmp_path / "a.pickle"), {"enabled": None}]
+
+    def full(path):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", full)
+    with pytest.raises(OSError, match="no space"), cuda_snapshot(tmp_path / "a.pickle"):
+        pass
+    assert calls[-1] == {"enabled": None}, "recording goes on for ever otherwise"
 
 
 # --- traffic and Perfetto --------------------------------------------------------------------------------------

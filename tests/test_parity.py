@@ -6,10 +6,11 @@ microbatches a step. An error is relative to the norm of what it should be, so a
 """
 
 import argparse
+import functools
 import itertools
 import logging
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -17,9 +18,11 @@ import torch.nn.functional as F
 
 import minititan.train
 from minititan.data import ByteCorpus, batches
+from minititan.expert_parallel import update_expert_bias
 from minititan.lab.launch import launch
 from minititan.meta_init import materialize, on_meta
 from minititan.model import ModelConfig, Transformer
+from minititan.pipeline_parallel import SCHEDULES
 from minititan.train import IGNORE, ParallelConfig, TrainConfig, check, train
 
 MODEL = ModelConfig(256, dim=32, n_layers=2, n_heads=8, n_kv_heads=8, ffn_dim=48)
@@ -29,10 +32,9 @@ CONFIG = TrainConfig(
 )  # fmt: skip
 TOLERANCE = 1e-10
 
-FACTORINGS = [  # all of 8 into the three axes that exist
-    (r, s, t) for r, s, t in itertools.product((1, 2, 4, 8), repeat=3) if r * s * t == 8
-]
-FAST = [(1, 8, 1), (2, 2, 2), (1, 2, 4), (1, 1, 8)]
+AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+FACTORINGS = [f for f in itertools.product((1, 2, 4, 8), repeat=len(AXES)) if math.prod(f) == 8]  # 35
+FAST = [(2, 2, 1, 2, 1), (1, 2, 2, 1, 2), (1, 1, 2, 2, 2)]
 
 
 def padded(*arguments):
@@ -42,29 +44,46 @@ def padded(*arguments):
 
 
 def record(config: TrainConfig) -> dict:
-    """What train() makes of config, whole: by name, on rank 0. Runs on a rank."""
+    """What train() makes of config, whole, by name: of this rank's pipeline stages. Runs on a rank."""
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # full_tensor() of FSDP × TP: two gathers
     minititan.train.batches = padded
-    found = {"gradients": [], "updated": []}
+    found = {moment: [{} for _ in range(config.steps)] for moment in ("gradients", "updated")}
 
-    def watch(moment, step, model):
-        whole = {}
-        for name, parameter in model.named_parameters():
+    def watch(moment, step, part):
+        for name, parameter in part.named_parameters():
             tensor = (parameter.grad if moment == "gradients" else parameter).detach()
-            whole[name] = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
-        found[moment].append(whole)
+            whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            found[moment][step][name] = whole.clone()  # a replicated tensor is whole already, and goes on changing
 
     result = train(config, watch)
     return found | {"losses": result.losses, "grad_norms": result.grad_norms, "held": result.held_back_last}
 
 
-def record_all(configs: list[TrainConfig]) -> list[dict] | None:
-    found = [record(config) for config in configs]
-    return found if torch.distributed.get_rank() == 0 else None
+def record_all(configs: list[TrainConfig]) -> list[dict | None]:
+    """One rank of each stage tells: pp is the outermost axis of the mesh."""
+    rank, n = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return [
+        found if rank % (n // config.parallel.pp) == 0 else None for config in configs for found in [record(config)]
+    ]
 
 
-def reference(config: TrainConfig) -> dict:
+def joined(stages: list[dict], names: list[str]) -> dict:
+    """What the stages of one run hold, in the order of the whole model."""
+    whole = dict(stages[0])
+    for moment in ("gradients", "updated"):
+        steps = [
+            {k: v for part in parts for k, v in part.items()}
+            for parts in zip(*(s[moment] for s in stages), strict=True)
+        ]
+        assert all(set(step) == set(names) for step in steps)
+        whole[moment] = [{name: step[name] for name in names} for step in steps]
+    return whole
+
+
+@functools.cache
+def reference(architecture: ModelConfig) -> dict:
     """The same training in one process, without anything that is tested."""
+    config = replace(CONFIG, model=architecture)
     model = materialize(on_meta(lambda: Transformer(config.model).double()), "cpu", config.seed)
     optimizer = torch.optim.AdamW(
         model.parameters(), betas=(0.9, 0.95), weight_decay=config.weight_decay, foreach=False, fused=False
@@ -83,6 +102,8 @@ def reference(config: TrainConfig) -> dict:
         optimizer.param_groups[0]["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
+        if architecture.n_experts:
+            update_expert_bias(model)
         found["updated"].append({n: p.detach().clone() for n, p in model.named_parameters()})
     tokens_BT, targets_BT = padded(corpus.held_back, config.global_batch, config.seq_len, 0, 0, 1, config.seed)
     with torch.no_grad():
@@ -110,23 +131,42 @@ def errors(found: dict, expected: dict) -> dict[str, float]:
     return worst | {"held_back": of(found["held"], expected["held"])}
 
 
-def layout(dp_replicate: int, dp_shard: int, tp: int, config: TrainConfig = CONFIG) -> TrainConfig:
-    return replace(config, parallel=ParallelConfig(dp_replicate, dp_shard, tp=tp))
+def layout(*factors: int, config: TrainConfig = CONFIG, **axes: int) -> TrainConfig:
+    """A config of these degrees, in the order of AXES or by name, the others 1. A pipeline gets a layer a stage or more,
+    and two microbatches a rank."""
+    degrees = dict.fromkeys(AXES, 1) | dict(zip(AXES, factors, strict=False)) | axes
+    pp = degrees["pp"]
+    model = replace(config.model, n_layers=max(config.model.n_layers, 2 * pp if pp > 1 and pp < 8 else pp))
+    accumulate = max(
+        config.accumulate, min(2 * pp, config.global_batch // (degrees["dp_replicate"] * degrees["dp_shard"]))
+    )
+    return replace(config, parallel=ParallelConfig(**degrees), model=model, accumulate=accumulate if pp > 1 else 2)
+
+
+def compare(configs: list[TrainConfig], ranks: int = 8) -> dict[str, dict[str, float]]:
+    """Layout -> its largest errors, all from one launch."""
+    told = launch(record_all, configs, ranks=ranks, timeout=60 + 60 * len(configs))
+    errors_of = {}
+    for config, by_rank in zip(configs, zip(*told, strict=True), strict=True):
+        expected = reference(config.model)
+        found = joined([stage for stage in by_rank if stage], list(expected["updated"][0]))
+        degrees = " × ".join(f"{name} {n}" for name, n in asdict(config.parallel).items() if n > 1)
+        options = [config.schedule] if config.parallel.pp > 1 else []
+        options += [f"cp {config.cp_method}"] if config.cp_method != "ring" else []
+        options += [name for name in ("sequence_parallel", "loss_parallel") if getattr(config, name)]
+        name = ", ".join([degrees or "1 rank", *options, *(["experts"] if config.model.n_experts else [])])
+        errors_of[name] = errors(found, expected)
+        print(f"{name}: " + "  ".join(f"{kind} {error:.1e}" for kind, error in errors_of[name].items()))
+    return errors_of
 
 
 def run_and_compare(configs: list[TrainConfig], ranks: int = 8) -> None:
-    found = launch(record_all, configs, ranks=ranks, timeout=60 + 60 * len(configs))[0]
-    wrong = {}
-    for config, one in zip(configs, found, strict=True):
-        worst = errors(one, reference(config))
-        print(f"{config.parallel}: " + "  ".join(f"{kind} {error:.1e}" for kind, error in worst.items()))
-        if not max(worst.values()) < TOLERANCE:
-            wrong[str(config.parallel)] = worst
+    wrong = {name: worst for name, worst in compare(configs, ranks).items() if not max(worst.values()) < TOLERANCE}
     assert not wrong
 
 
 def test_one_rank_is_the_reference():
-    run_and_compare([layout(1, 1, 1)], ranks=1)
+    run_and_compare([layout()], ranks=1)
 
 
 def test_eight_ranks_are_one_process():
@@ -137,52 +177,97 @@ def test_sequence_and_loss_parallel():
     """Each alone and both, alone and with FSDP and replicas; 259 rows are 65, 65, 65 and 64 on four ranks."""
     sequence, loss = {"sequence_parallel": True}, {"loss_parallel": True}
     odd = replace(CONFIG, model=replace(MODEL, vocab_size=259, tied=True), **sequence, **loss)
-    layouts = [layout(1, 1, 4, odd), layout(1, 2, 2, replace(CONFIG, **sequence))]
-    run_and_compare([*layouts, layout(2, 1, 2, replace(CONFIG, **loss))], ranks=4)
+    layouts = [layout(tp=4, config=odd), layout(dp_shard=2, tp=2, config=replace(CONFIG, **sequence))]
+    run_and_compare([*layouts, layout(dp_replicate=2, tp=2, config=replace(CONFIG, **loss))], ranks=4)
+
+
+BOTH = replace(CONFIG, sequence_parallel=True, loss_parallel=True)
 
 
 @pytest.mark.full
 def test_sequence_and_loss_parallel_on_eight_ranks():
-    config = replace(CONFIG, sequence_parallel=True, loss_parallel=True)
-    run_and_compare([layout(*factors, config) for factors in ((1, 1, 8), (1, 2, 4), (2, 2, 2), (2, 1, 4))])
+    factors = ((1, 1, 1, 8, 1), (1, 2, 1, 4, 1), (2, 2, 1, 2, 1), (2, 1, 1, 4, 1), (1, 1, 2, 4, 1), (1, 2, 1, 2, 2))
+    run_and_compare([layout(*f, config=BOTH) for f in factors])
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("factors", [f for f in FACTORINGS if f not in FAST], ids=str)
-def test_eight_ranks_are_one_process_in_every_other_factoring(factors):
-    run_and_compare([layout(*factors)])
+@pytest.mark.timeout(600)
+def test_eight_ranks_are_one_process_in_every_other_factoring():
+    run_and_compare([layout(*factors) for factors in FACTORINGS if factors not in FAST])
+
+
+@pytest.mark.full
+def test_every_schedule_and_method():
+    """On four ranks, with FSDP: the pipeline's schedules, with accumulate microbatches; the ways of context parallel."""
+    schedules = [replace(CONFIG, schedule=schedule) for schedule in SCHEDULES]
+    methods = [replace(CONFIG, cp_method=method) for method in ("all_gather", "ulysses")]
+    pipelines = [layout(dp_shard=2, pp=2, config=config) for config in schedules]
+    run_and_compare([*pipelines, *(layout(dp_shard=2, cp=2, config=config) for config in methods)], ranks=4)
+
+
+EXPERTS = replace(
+    CONFIG,
+    model=replace(MODEL, n_experts=4, top_k=2, n_shared_experts=1, expert_ffn_dim=16, balance_loss=0.1, bias_rate=0.01),
+)
+
+
+def test_experts():
+    """A mixture of experts, kept even by a bias and by a loss, spread over borrowed ranks."""
+    layouts = [layout(dp_shard=4, ep=2, config=EXPERTS), layout(dp_shard=2, tp=2, ep=4, config=EXPERTS)]
+    run_and_compare(layouts, ranks=4)
+
+
+@pytest.mark.full
+def test_experts_on_eight_ranks():
+    degrees = [
+        {"dp_shard": 8, "ep": 4}, {"dp_replicate": 2, "dp_shard": 4, "ep": 2}, {"dp_shard": 4, "tp": 2, "ep": 4},
+        {"dp_shard": 2, "cp": 4, "ep": 2}, {"dp_shard": 2, "cp": 2, "tp": 2, "ep": 4}, {"dp_shard": 4, "pp": 2, "ep": 4},
+        {"dp_shard": 2, "tp": 2, "pp": 2, "ep": 2}, {"dp_shard": 8},
+    ]  # fmt: skip
+    sequence = replace(EXPERTS, sequence_parallel=True)
+    run_and_compare([*(layout(**d, config=EXPERTS) for d in degrees), layout(dp_shard=4, tp=2, ep=2, config=sequence)])
 
 
 def test_tied_embeddings_and_sizes_that_do_not_divide():
     """259 rows and 44 columns over 2 × 2 ranks: shards of unequal size; the tied matrix is one parameter."""
-    odd = replace(MODEL, vocab_size=259, ffn_dim=44, tied=True)
-    config = replace(CONFIG, model=odd)
-    run_and_compare([layout(1, 2, 2, config), layout(2, 1, 2, config)], ranks=4)
+    config = replace(CONFIG, model=replace(MODEL, vocab_size=259, ffn_dim=44, tied=True))
+    run_and_compare([layout(dp_shard=2, tp=2, config=config), layout(dp_replicate=2, tp=2, config=config)], ranks=4)
 
 
-def test_what_is_not_composed_is_refused_with_the_reason():
-    """Every factoring of 8 ranks into all five axes either is one of those above or says why not."""
-    divisors = (1, 2, 4, 8)
-    for r, s, c, t, p in itertools.product(divisors, repeat=5):
-        if r * s * c * t * p != 8:
-            continue
-        config = replace(CONFIG, parallel=ParallelConfig(r, s, c, t, p))
-        if c == p == 1:
-            assert (r, s, t) in FACTORINGS and check(config, 8).world_size == 8
-        else:
-            with pytest.raises(ValueError, match="not composed yet") as error:
-                check(config, 8)
-            assert f"pp {p}" in str(error.value) or f"cp {c}" in str(error.value)
+def test_what_cannot_work_is_refused_with_the_reason():
+    """Before any rank is started: check() makes no group."""
+    for factors in FACTORINGS:
+        assert check(layout(*factors), 8).world_size == 8
     with pytest.raises(ValueError, match=r"n_kv_heads 4 .*\[1, 2, 4\]"):
-        check(replace(layout(1, 1, 8), model=replace(MODEL, n_kv_heads=4)), 8)
-    short = replace(layout(1, 2, 4), seq_len=18)
+        check(layout(tp=8, config=replace(CONFIG, model=replace(MODEL, n_kv_heads=4))), 8)
+    short = replace(layout(dp_shard=2, tp=4), seq_len=18)
     check(short, 8)
     with pytest.raises(ValueError, match=r"degree 4: seq_len 18 is no multiple \(20 is\); take \[1, 2\]"):
         check(replace(short, sequence_parallel=True), 8)
+    refused = {
+        "1f1b on 4 ranks with 1 stages each needs 4 microbatches or more, got 2": replace(
+            layout(dp_shard=2, pp=4), accumulate=2
+        ),
+        "2 layers cannot fill 4 ranks": replace(layout(dp_shard=2, pp=4), model=MODEL),
+        "tied=True makes one matrix of the embedding, on the first of 2 stages": layout(
+            dp_shard=4, pp=2, config=replace(CONFIG, model=replace(MODEL, tied=True))
+        ),
+        "seq_len 16 cannot be cut into 2 equal chunks for each of 3 ranks": layout(cp=3),
+        "ulysses gives each of 4 ranks equal heads": layout(
+            cp=4, tp=4, config=replace(CONFIG, cp_method="ulysses", accumulate=1)
+        ),
+        "pp 2 × cp 2 × tp 2 with sequence_parallel": layout(cp=2, tp=2, pp=2, config=BOTH),
+        "ep 2 spreads experts, and the model has n_experts 0": layout(dp_shard=8, ep=2),
+        "4 experts cannot be spread evenly over ep 8": layout(dp_shard=8, ep=8, config=EXPERTS),
+        "tp 2 with 4 experts.*set ep to a divisor of both 4 and .* = 8": layout(dp_shard=4, tp=2, config=EXPERTS),
+    }
+    for message, config in refused.items():
+        with pytest.raises(ValueError, match=message):
+            check(config, math.prod(getattr(config.parallel, name) for name in AXES))
 
 
 def test_the_comparison_can_fail():
-    expected = reference(CONFIG)
+    expected = reference(CONFIG.model)
     assert max(errors(expected, expected).values()) == 0
     name = "layers.1.attention.wk.weight"
     zeroed = {**expected, "gradients": [dict(step) for step in expected["gradients"]]}

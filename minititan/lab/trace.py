@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import math
 import os
 import threading
 import time
@@ -617,9 +618,10 @@ def watch_memory(
     """Follows every tensor storage that operators make, resize or drop; the list is filled when the block ends.
 
     Kinds: "parameters", "optimizer", "buffers" and "gradients" are the model's and the optimizer's (gradients are
-    looked up at each `optimizer.step` and at the end, so give the optimizer if you clear them); "gathered" are outputs
-    of an all_gather and storages that grow from nothing, as FSDP2's unsharded parameters do; all else "activations":
-    what autograd saves, and temporaries. Bytes of storages, on the host or a GPU, without an allocator's rounding.
+    looked up when one is accumulated, and those of sharded parameters at each `optimizer.step` and at the end, so give
+    the optimizer if you clear them); "gathered" are outputs of an all_gather and storages that grow from nothing, as
+    FSDP2's unsharded parameters do; all else "activations": what autograd saves, and temporaries. Bytes of storages,
+    on the host or a GPU, without an allocator's rounding; `peak` finds what was held at a time.
     """
     watch, samples = _MemoryWatch(), []
     resize = torch.UntypedStorage.resize_
@@ -649,6 +651,9 @@ def watch_memory(
     now = time.monotonic()
     watch.log = [(now, serial, n_bytes) for _, serial, n_bytes in watch.log]  # all that was there: one sample
     hooks = [] if optimizer is None else [optimizer.register_step_pre_hook(note_state)]
+    for p in [] if model is None else model.parameters():
+        if p.requires_grad:
+            hooks.append(p.register_post_accumulate_grad_hook(lambda p: watch.note(p.grad, "gradients")))
     torch.UntypedStorage.resize_ = observed_resize
     try:
         with watch:
@@ -661,6 +666,44 @@ def watch_memory(
         rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
         samples += watch.samples(rank)
         watch.alive.clear()  # the references die with their callbacks
+
+
+def peak(samples: Iterable[MemorySample], start: float = -math.inf, end: float = math.inf) -> MemorySample:
+    """The largest total that a rank held at any time from start to end; with start == end, what it held then.
+
+    Times are `time.monotonic()`. Raises ValueError when nothing was sampled before the end.
+    """
+    held = [s for s in samples if s.time <= end]
+    if not held:
+        raise ValueError(
+            f"no sample until {end}: did the block of watch_memory end, and are times from time.monotonic?"
+        )
+    before = [s for s in held if s.time <= start][-1:]
+    return max(before + [s for s in held if s.time > start], key=lambda s: s.total)
+
+
+@contextmanager
+def cuda_snapshot(path: str | os.PathLike, max_entries: int = 100_000) -> Iterator[Path]:
+    """Records what the GPU's allocator does, each allocation with the Python stack that asked for it, and writes a
+    pickle that https://pytorch.org/memory_viz opens. Also when the block raises, for out of memory is when one looks.
+
+    path: give each rank its own. max_entries: allocations and frees, of which the last are kept. Raises ValueError
+    without CUDA: `watch_memory` follows storages on any device.
+    """
+    if not torch.cuda.is_available():
+        raise ValueError(
+            f"no CUDA device, so no allocator to write {os.fspath(path)} about: run this on a GPU, or use watch_memory, "
+            "which follows storages on a CPU too"
+        )
+    memory = torch.cuda.memory
+    memory._record_memory_history(max_entries=max_entries)
+    try:
+        yield Path(path)
+    finally:
+        try:
+            memory._dump_snapshot(os.fspath(path))
+        finally:
+            memory._record_memory_history(enabled=None)
 
 
 # --- Perfetto --------------------------------------------------------------------------------------------------
