@@ -550,7 +550,9 @@ class _Stage(PipelineStage):
     watch: Watch = staticmethod(_unwatched)
 
     def _prepare_forward_infra(self, *args, **kwargs):
-        """Before it learns the shapes from a microbatch, which may leave gradients (reentrant checkpoints) or drop them."""
+        """Before it learns the shapes from a microbatch, which may leave gradients (reentrant checkpoints), drop them, or
+        change buffers (a router counts rows)."""
+        self.buffers = [(b, b.clone()) for b in self.submod.buffers()]
         self.gradients = [(p, p.grad) for p in self.submod.parameters()]
         for p, _ in self.gradients:
             p.grad = None
@@ -560,7 +562,9 @@ class _Stage(PipelineStage):
         super()._post_metadata_inference_cleanup()
         for p, gradient in self.gradients:
             p.grad = gradient
-        self.gradients = []
+        for buffer, kept in self.buffers:
+            buffer.copy_(kept)
+        self.gradients, self.buffers = [], []
 
     def forward_one_chunk(self, fwd_chunk_id, *args, **kwargs):
         with self.watch(f"{self.stage_index}F{fwd_chunk_id}"):

@@ -57,7 +57,7 @@ from minititan.metrics import Meter, flops_per_token, log_to
 from minititan.model import PRESETS, ModelConfig, Transformer
 from minititan.optimizer import build_adamw, warmup_stable_decay
 from minititan.parallel_dims import ParallelDims
-from minititan.pipeline_parallel import build_schedule, check_pipeline_parallel, split_model, stages_of_ranks
+from minititan.pipeline_parallel import SCHEDULES, build_schedule, check_pipeline_parallel, split_model, stages_of_ranks
 from minititan.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
 
 IGNORE = -100  # a target that is no token: padding
@@ -159,6 +159,12 @@ def check(config: TrainConfig, world_size: int) -> ParallelDims:
         check_pipeline_parallel(
             config.schedule, dims.pp, config.accumulate, config.stages_per_rank, model.n_layers, rows
         )
+        if model.n_experts and SCHEDULES[config.schedule].splits_backward:
+            whole = ", ".join(name for name, kind in SCHEDULES.items() if not kind.splits_backward)
+            raise ValueError(
+                f"schedule {config.schedule} splits backward, and {model.n_experts} experts, sharded apart, would miss the "
+                f"half with their gradients: use one of {whole}"
+            )
         if config.sequence_parallel and dims.tp > 1 and dims.cp > 1:
             raise ValueError(
                 f"pp {dims.pp} × cp {dims.cp} × tp {dims.tp} with sequence_parallel: a stage gets 1/tp of this rank's tokens "

@@ -257,6 +257,7 @@ def test_what_cannot_work_is_refused_with_the_reason():
             cp=4, tp=4, config=replace(CONFIG, cp_method="ulysses", accumulate=1)
         ),
         "pp 2 × cp 2 × tp 2 with sequence_parallel": layout(cp=2, tp=2, pp=2, config=BOTH),
+        "zbv splits backward, and 4 experts": layout(dp_shard=4, pp=2, config=replace(EXPERTS, schedule="zbv")),
         "ep 2 spreads experts, and the model has n_experts 0": layout(dp_shard=8, ep=2),
         "4 experts cannot be spread evenly over ep 8": layout(dp_shard=8, ep=8, config=EXPERTS),
         "tp 2 with 4 experts.*set ep to a divisor of both 4 and .* = 8": layout(dp_shard=4, tp=2, config=EXPERTS),
