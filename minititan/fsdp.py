@@ -103,10 +103,8 @@ def _find_units(model: nn.Module, blocks: Iterable[nn.Module] | None) -> dict[nn
     return units
 
 
-def _check_axes(mesh: DeviceMesh, most: int = 2) -> None:
-    if mesh.ndim > most == 1:
-        raise ValueError(f"the mesh has {mesh.ndim} axes, {tuple(mesh.shape)}: give the 1 axis to shard over")
-    if mesh.ndim > most:
+def _check_axes(mesh: DeviceMesh) -> None:
+    if mesh.ndim > 2:
         raise ValueError(
             f"the mesh has {mesh.ndim} axes, {mesh.mesh_dim_names} of {mesh.shape}: give the 1 axis to shard over, "
             "or 2, to replicate and to shard over, as in mesh['dp_replicate', 'dp_shard']"
@@ -138,7 +136,8 @@ class ZeroByHand:
         if stage not in (1, 2):
             raise ValueError(f"stage={stage!r}: 1 cuts optimizer state, 2 gradients too; 3 is FullyShardByHand")
         if isinstance(mesh, DeviceMesh):
-            _check_axes(mesh, most=1)
+            if mesh.ndim > 1:
+                raise ValueError(f"the mesh has {mesh.ndim} axes, {tuple(mesh.shape)}: give the 1 axis to cut over")
             mesh = mesh.get_group()
         self.group, self.n, rank = mesh, dist.get_world_size(mesh), dist.get_rank(mesh)
         self.rows_of, self.names = {}, []

@@ -1,7 +1,10 @@
-"""FSDP by hand, as one flat vector, and native, against one process: relative errors, so that a zero scores 1."""
+"""ZeRO 1, 2 and 3 by hand, as one flat vector, and native, against one process: relative errors, so that a zero scores 1."""
 
 import copy
+import time
 import warnings
+from collections import Counter
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -13,9 +16,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
 
-from minititan.fsdp import FlatParameterByHand, FullyShardByHand, apply_fsdp
+from minititan.fsdp import FlatParameterByHand, FullyShardByHand, ZeroByHand, apply_fsdp, prefetch
+from minititan.lab.emulate import link, processor
 from minititan.lab.launch import launch
-from minititan.lab.trace import recording, watch_memory
+from minititan.lab.trace import recording, trace_modules, watch_memory
 
 VOCABULARY, DIM, HIDDEN, ROWS, TIME = 50, 16, 33, 8, 5
 
@@ -79,17 +83,19 @@ def loss_of(model, tokens_BT):
     return F.cross_entropy(logits_BTV.flatten(0, 1), tokens_BT[:, 1:].flatten())
 
 
-def train(model, tokens_SABT, handle=None, rows=slice(None), each_step=lambda: None):
+def train(model, tokens_SABT, handle=None, rows=slice(None)):
     """3 AdamW steps -> the losses of this rank's rows, and {name: whole gradient} per step, and whole weights."""
-    trained = [p for p in model.parameters() if p.requires_grad]
+    zero = isinstance(handle, ZeroByHand)
+    trained = handle.rows if zero else [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2, fused=True)  # a loop over DTensors takes most of the time
+    if zero:
+        handle.attach(optimizer)
     losses, gradients = [], []
     for tokens_ABT in tokens_SABT[:, :, rows]:
         for tokens_BT in tokens_ABT:
             loss = loss_of(model, tokens_BT) / len(tokens_ABT)
             loss.backward()
             losses.append(loss.detach())
-        each_step()
         gradients.append(whole(model, handle, gradients=True))
         optimizer.step()
         optimizer.zero_grad()
@@ -97,7 +103,7 @@ def train(model, tokens_SABT, handle=None, rows=slice(None), each_step=lambda: N
 
 
 def whole(model, handle=None, gradients=False):
-    if isinstance(handle, FullyShardByHand):
+    if isinstance(handle, FullyShardByHand) or (isinstance(handle, ZeroByHand) and gradients):
         return {k: t.cpu() for k, t in handle.whole(gradients).items()}
     found = {k: p.grad if gradients else p.detach().clone() for k, p in model.named_parameters()}
     found = {k: t for k, t in found.items() if t is not None}
@@ -120,6 +126,8 @@ def my_rows():
 
 
 WAYS = {
+    "ZeRO-1": lambda model, line, grid: ZeroByHand(model, line, stage=1),
+    "ZeRO-2": lambda model, line, grid: ZeroByHand(model, line.get_group(), stage=2),
     "by hand": lambda model, line, grid: FullyShardByHand(model, line),
     "by hand, a process group": lambda model, line, grid: FullyShardByHand(model, line.get_group()),
     "by hand, HSDP": lambda model, line, grid: FullyShardByHand(model, grid),
@@ -132,6 +140,7 @@ WAYS = {
     "native, no reshard": lambda model, line, grid: apply_fsdp(model, line, reshard_after_forward=False),
     "native, reshard the root": lambda model, line, grid: apply_fsdp(model, line, reshard_after_forward=True),
     "native, reshard to 2": lambda model, line, grid: apply_fsdp(model, line, reshard_after_forward=2),
+    "native, prefetch 2": lambda model, line, grid: prefetch(apply_fsdp(model, line), 2),
     "native, offload": lambda model, line, grid: apply_fsdp(model, line, cpu_offload=True),
     "native, 1 unit": lambda model, line, grid: apply_fsdp(model, line, blocks=[]),
     "native, nested": lambda model, line, grid: apply_fsdp(
@@ -139,42 +148,49 @@ WAYS = {
     ),
 }
 ACCUMULATED = (
+    "ZeRO-1",
+    "ZeRO-2",
     "by hand",
     "by hand, HSDP",
     "flat",
     "native",
     "native, HSDP",
+    "native, no reshard",
+    "native, reshard the root",
     "native, reshard to 2",
     "native, offload",
 )
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.full), 4, 8])
 def test_every_way_equals_one_process(ranks):
+    """On 8 ranks HSDP only, 2 groups of 4: it is what differs."""
+    ways = {way: shard for way, shard in WAYS.items() if ranks < 8 or "HSDP" in way}
+    cases = [(way, 1, 3) for way in ways] + [(way, 3, 2) for way in ways if way in ACCUMULATED]
+
     def compare():
         line = init_device_mesh("cpu", (ranks,))
         grid = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
         errors, reference = {}, {}
-        for way, shard in WAYS.items():
-            for accumulate, steps in ((1, 3), (3, 2)) if way in ACCUMULATED else ((1, 3),):
-                data, kind = tokens(steps, accumulate), {"freeze_one_weight": "flat" not in way}
-                if (key := (accumulate, *kind.values())) not in reference:
-                    reference[key] = train(Net(**kind), data)
-                one, model = reference[key], Net(**kind)
-                losses, gradients, weights = train(model, data, shard(model, line, grid), my_rows())
-                dist.all_reduce(losses)
-                found = errors[way, accumulate] = {"loss": relative(losses / ranks, one[0])}
-                for step, theirs in enumerate(one[1]):
-                    for name, gradient in theirs.items():
-                        found[f"step {step}, gradient of {name}"] = relative(gradients[step][name], gradient)
-                    still = [n for n, g in gradients[step].items() if n not in theirs and g.any()]
-                    assert not still, f"frozen, but with a gradient: {still}"
-                for name, weight in one[2].items():
-                    found[f"weight {name}"] = relative(weights[name], weight)
+        for way, accumulate, steps in cases:
+            data, kind = tokens(steps, accumulate), {"freeze_one_weight": "flat" not in way}
+            if (key := (accumulate, *kind.values())) not in reference:
+                reference[key] = train(Net(**kind), data)
+            one, model = reference[key], Net(**kind)
+            losses, gradients, weights = train(model, data, ways[way](model, line, grid), my_rows())
+            dist.all_reduce(losses)
+            found = errors[way, accumulate] = {"loss": relative(losses / ranks, one[0])}
+            for step, theirs in enumerate(one[1]):
+                for name, gradient in theirs.items():
+                    found[f"step {step}, gradient of {name}"] = relative(gradients[step][name], gradient)
+                still = [n for n, g in gradients[step].items() if n not in theirs and g.any()]
+                assert not still, f"frozen, but with a gradient: {still}"
+            for name, weight in one[2].items():
+                found[f"weight {name}"] = relative(weights[name], weight)
         return errors
 
     for by_way in launch(compare, ranks=ranks, device="cpu", timeout=120):
-        assert len(by_way) == len(WAYS) + len(ACCUMULATED)
+        assert len(by_way) == len(cases)
         for way, errors in by_way.items():
             assert len(errors) > 50
             worst = max(errors, key=errors.get)
@@ -225,7 +241,11 @@ def test_rows_and_padding():
 
 
 def test_collectives_and_bytes_equal_the_formula():
-    """2L+1 all-gathers and L+1 reduce-scatters a microbatch, each of its unit's padded bytes; HSDP: 1 all-reduce more."""
+    """Counted by CommDebugMode and by lab.trace, sized by lab.trace; everything padded to 4 ranks.
+
+    FSDP: 2L+1 all-gathers and L+1 reduce-scatters a microbatch, of a unit's bytes each; HSDP: 1 all-reduce more.
+    ZeRO-1: a reduce-scatter and an all-gather a parameter and step; ZeRO-2: the reduce-scatter every microbatch.
+    """
 
     class Plain(nn.Module):
         def __init__(self):
@@ -241,31 +261,63 @@ def test_collectives_and_bytes_equal_the_formula():
         line = init_device_mesh("cpu", (4,))
         grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         seen, x_BD = {}, torch.randn(2, DIM, requires_grad=True)
-        for way in ("by hand", "flat", "native", "native, no reshard", "by hand, HSDP", "native, HSDP"):
+        for way in expected:
             model = Plain()
-            WAYS[way](model, line, grid)
-            model(x_BD).sum().backward()  # FSDP2 sets itself up in the first forward
-            with CommDebugMode() as counted, warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # its own module hooks turn outputs into views
-                model(x_BD).sum().backward()
-            with recording() as events:
+            handle = WAYS[way](model, line, grid)
+            zero = isinstance(handle, ZeroByHand)
+            optimizer = torch.optim.SGD(handle.rows if zero else model.parameters())
+            if zero:
+                handle.attach(optimizer)
+
+            def step(watch, model=model, optimizer=optimizer):
                 for _ in range(3):
-                    model(x_BD).sum().backward()
+                    with watch():
+                        model(x_BD).sum().backward()
+                with watch():
+                    optimizer.step()
+                optimizer.zero_grad()
+
+            step(nullcontext)  # FSDP2 sets itself up in the first forward
+            counts = []
+
+            @contextmanager
+            def counting(counts=counts):  # it loses its way when a model runs twice in it
+                with CommDebugMode() as counted, warnings.catch_warnings():
+                    warnings.simplefilter("ignore", UserWarning)  # its own module hooks turn outputs into views
+                    yield
+                counts.append(Counter({names[str(op)]: n for op, n in counted.get_comm_counts().items()}))
+
+            step(counting)
+            with recording() as events:
+                step(nullcontext)
             sizes = {name: sorted(e.n_bytes for e in events if e.name == name) for name in {e.name for e in events}}
-            seen[way] = sum(counted.get_comm_counts().values()), sizes
+            seen[way] = dict(sum(counts, Counter())), sizes
         return seen
 
+    names = {"c10d._allgather_base_": "all_gather", "c10d._reduce_scatter_base_": "reduce_scatter"}
+    names["c10d.allreduce_"] = "all_reduce"
     block, root = 4 * (DIM * DIM + DIM), 4 * (4 * DIM + 4)  # the head's 3 rows are padded to 4 ranks
+    units = [block] * 3 + [root]
+    parameters = [4 * DIM * DIM, 4 * DIM] * 3 + [4 * 4 * DIM, 4 * 4]
+    fsdp = {"all_gather": [block] * 6 + [root], "reduce_scatter": units}
+    hsdp = fsdp | {"all_reduce": [size // 2 for size in units]}
     flat_root = 4 * 52  # 51 numbers in 4 pieces
+    a_microbatch = {
+        "by hand": fsdp,
+        "flat": {"all_gather": [block] * 6 + [flat_root], "reduce_scatter": [block] * 3 + [flat_root]},
+        "native": fsdp,
+        "native, no reshard": {"all_gather": units, "reduce_scatter": units},
+        "native, prefetch 2": fsdp,
+        "by hand, HSDP": hsdp,
+        "native, HSDP": hsdp,
+    }
+    expected = {way: {kind: sorted(3 * sizes) for kind, sizes in kinds.items()} for way, kinds in a_microbatch.items()}
+    expected["ZeRO-1"] = {"all_gather": sorted(parameters), "reduce_scatter": sorted(parameters)}
+    expected["ZeRO-2"] = {"all_gather": sorted(parameters), "reduce_scatter": sorted(3 * parameters)}
     for seen in launch(count, ranks=4, device="cpu"):
         for way, (counted, sizes) in seen.items():
-            own = {"flat": flat_root}.get(way, root)
-            gathers = [block] * (3 if "no reshard" in way else 6) + [own]
-            expected = {"all_gather": gathers, "reduce_scatter": [block] * 3 + [own]}
-            if "HSDP" in way:
-                expected["all_reduce"] = [block // 2] * 3 + [own // 2]
-            assert sizes == {k: sorted(v * 3) for k, v in expected.items()}, way  # 3 microbatches
-            assert counted == sum(len(v) for v in expected.values()), way
+            assert sizes == expected[way], way
+            assert counted == {kind: len(of) for kind, of in expected[way].items()}, way
 
 
 @pytest.mark.parametrize("by_hand", [FullyShardByHand, FlatParameterByHand])
@@ -383,6 +435,83 @@ def test_by_hand_under_checkpointing_and_odd_calls():
         assert all(e < (1e-10 if dtype == torch.float64 else 1e-6) for dtype, e in errors), errors
 
 
+def test_zero_by_hand_owns_views():
+    """33 rows are 9, 9, 9, 6; 3 rows leave rank 3 without any; a step leaves all ranks equal, frozen weights alone."""
+
+    def look():
+        model = Net()
+        zero = ZeroByHand(model, None, stage=2)
+        shapes = {name: tuple(rows.shape) for name, rows in zip(zero.names, zero.rows, strict=True)}
+        views = [rows.untyped_storage()._cdata == p.untyped_storage()._cdata for p, rows in zero.rows_of.items()]
+        frozen = model.layers["1"].mlp.up.weight.clone()
+        optimizer = zero.attach(torch.optim.AdamW(zero.rows, lr=0.1))
+        before = model.embedding.weight.detach().clone()
+        loss_of(model, tokens(steps=1)[0, 0, my_rows()]).backward()
+        kept = [p.grad for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        assert torch.equal(model.layers["1"].mlp.up.weight, frozen) and not torch.equal(model.embedding.weight, before)
+        assert model.output.weight is model.embedding.weight
+        state = {id(rows): s["exp_avg"].shape for rows, s in optimizer.state.items()}
+        assert all(state[id(rows)] == rows.shape for rows in zero.rows)
+        return shapes, all(views), kept, zero.whole(), dict(model.named_parameters())
+
+    found = launch(look, ranks=4, device="cpu")
+    for rank, (shapes, views, kept, whole_weights, _) in enumerate(found):
+        assert views and not kept
+        assert shapes["layers.2.mlp.up.weight"] == ([9, 9, 9, 6][rank], DIM)
+        assert shapes["layers.2.gain"] == ([1, 1, 1, 0][rank],)
+        assert "layers.0.mlp.up.weight" not in shapes and "output.weight" not in shapes
+        assert all(torch.equal(w, found[0][4][name]) for name, w in whole_weights.items())
+
+
+def test_prefetch_lets_gathers_travel_beside_compute():
+    """Under a link and a processor of known speed: the next block's gather is under way while a block computes."""
+
+    class Chain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([Mlp() for _ in range(4)])
+
+        def forward(self, x_BTD):
+            for layer in self.layers:
+                x_BTD = layer(x_BTD)
+            return x_BTD * 1.0
+
+    def measure():
+        found, block = {}, sum(p.nbytes for p in Mlp().parameters())
+        forward_flops = 2 * 2 * 64 * DIM * HIDDEN  # of a block, for 64 tokens
+        for n in (0, 1, 2):
+            model = apply_fsdp(Chain(), init_device_mesh("cpu", (2,)))
+            prefetch(model, 2)
+            prefetch(model, n)
+            hooks = trace_modules(model)
+            x_BTD = torch.randn(1, 64, DIM)
+            model(x_BTD).sum().backward()  # sets itself up
+            tries = []
+            with link(bytes_per_s=block / 2 / 0.01), processor(forward_flops / 0.01):  # 10 ms each
+                for _ in range(3):
+                    dist.barrier()
+                    began = time.monotonic()
+                    with recording() as events:
+                        model(x_BTD).sum().backward()
+                    seconds = time.monotonic() - began
+                    blocks = [e for e in events if e.lane == "compute"]
+                    gathers = [e for e in events if e.name == "all_gather"]
+                    shared = [max(min(g.end, b.end) - max(g.start, b.start) for b in blocks) for g in gathers]
+                    tries.append((seconds, len(gathers), sum(s > 0.005 for s in shared)))
+            hooks.remove()
+            found[n] = tries
+        return found
+
+    for found in launch(measure, ranks=2, device="cpu"):
+        for n, tries in found.items():
+            # Compute: 4 blocks of 10 ms forward and 20 backward; 8 gathers; 4 reduce-scatters, which gloo never hides.
+            least = 0.12 + (0.08 if n == 0 else 0.02) + 0.04
+            assert all(seconds >= 0.99 * least and gathers == 8 for seconds, gathers, _ in tries), tries
+            beside = [count for *_, count in tries]
+            assert max(beside) == 0 if n == 0 else max(beside) >= 5, found  # forward and backward: all but the first
+
+
 def test_flat_parameter_cuts_where_it_falls():
     def look():
         model = nn.Module()
@@ -474,6 +603,8 @@ def test_mistakes_are_told_with_their_numbers():
         shared = Net()
         shared.layers["2"].mlp = shared.layers["1"].mlp
         twice = apply_fsdp(Net(), line)
+        mixed = Net(freeze_one_weight=False)
+        mixed.layers["0"].gain.data = mixed.layers["0"].gain.data.float()
         mistakes = {
             "3 axes": lambda: apply_fsdp(Net(), cube),
             "3 axes, by hand": lambda: FullyShardByHand(Net(), cube),
@@ -495,6 +626,12 @@ def test_mistakes_are_told_with_their_numbers():
             "reduce int": lambda: apply_fsdp(Net(), line, reduce_dtype=torch.int32),
             "param fp8": lambda: apply_fsdp(Net(), line, param_dtype=torch.float8_e4m3fn),
             "flat, frozen": lambda: FlatParameterByHand(Net(), line),
+            "flat, 2 dtypes": lambda: FlatParameterByHand(mixed, line),
+            "stage 3": lambda: ZeroByHand(Net(), line, stage=3),
+            "ZeRO, 2 axes": lambda: ZeroByHand(Net(), grid, stage=1),
+            "ZeRO, scalar": lambda: ZeroByHand(Scalar(), line, stage=1),
+            "prefetch, no FSDP": lambda: prefetch(Net()),
+            "prefetch -1": lambda: prefetch(twice, -1),
         }
         told = {}
         for what, mistake in mistakes.items():
@@ -515,7 +652,7 @@ def test_mistakes_are_told_with_their_numbers():
         "no blocks": ["0 blocks", "NoBlocks", "blocks=[]"],
         "no blocks, by hand": ["0 blocks", "NoBlocks", "blocks=[]"],
         "foreign block": ["1 blocks", "Net", "Block"],
-        "twice": ["4 modules", "'layers.2'", "once"],
+        "twice": ["4 of 4 units", "once"],
         "tied": ["layers.1.mlp.up.weight", "layers.2.mlp.up.weight", "root"],
         "tied, by hand": ["layers.1.mlp.up.weight", "layers.2.mlp.up.weight", "root"],
         "shared module": ["layers.1.mlp.norm.weight", "layers.2.mlp.norm.weight"],
@@ -528,6 +665,12 @@ def test_mistakes_are_told_with_their_numbers():
         "reduce int": ["reduce_dtype=torch.int32", "float"],
         "param fp8": ["param_dtype=torch.float8_e4m3fn", "16 bits"],
         "flat, frozen": ["Block", "2 ", "FullyShardByHand"],
+        "flat, 2 dtypes": ["float32", "float64", "FullyShardByHand"],
+        "stage 3": ["stage=3", "FullyShardByHand"],
+        "ZeRO, 2 axes": ["2 axes", "(2, 2)"],
+        "ZeRO, scalar": ["temperature", "()"],
+        "prefetch, no FSDP": ["0 sharded", "apply_fsdp"],
+        "prefetch -1": ["n=-1", "4 sharded"],
     }
     for told in launch(collect, ranks=4, device="cpu"):
         assert told.keys() == expected.keys()
