@@ -25,7 +25,8 @@ w = max(e, 4) where torch uses float32 at least, t tensor-parallel ranks, s = t 
 
     full                keeps x alone   N · e D/s
     every_other                         that of blocks 0, 2, 4, ..; the others keep all
-    per_op              x, result, logsumexp, and of the matmuls wk, wo and w3: N · (e D/s + e (D + C + F)/t + e D + w H/t);
+    per_op              x, result, logsumexp, and of the matmuls what wk, wo and w3 give:
+                                        N · (e D/s + e (D + C + F)/t + e D + w H/t)
                         with t above 1 the sums over ranks after wo and w2 too: N · 2 e D/s
 
     once a model        the last norm, as above; cos and sin, 2 T K numbers; tokens and targets, 16 N;
@@ -45,7 +46,8 @@ More is there in backward, whose peak is the largest of these moments:
 
 Stages: "ddp" (and one process: all counts 1), "zero1" (DDP; each rank updates its rows), "zero2" (a block's gradient is
 cut as soon as it is whole), "fsdp" (ZeRO-3; HSDP with dp_replicate above 1). Meant is rank 0: uneven rows leave no other
-rank more. Left out: an allocator's rounding and gaps, buffers of NCCL and cuBLAS, and what fits between two moments.
+rank more. Left out: an allocator's rounding and gaps, buffers inside of NCCL, gloo and cuBLAS, and what fits between
+two moments. Dense models only, on one pipeline stage.
 
 tests/test_planner.py and notebook 05 hold it against bytes measured on real ranks.
 References: activations https://arxiv.org/abs/2205.05198 · ZeRO https://arxiv.org/abs/1910.02054
@@ -87,7 +89,7 @@ def _check(c, stage, checkpoint, dp_replicate, dp_shard, tp, dtype, compute_dtyp
         )
     if stage != "fsdp" and compute_dtype not in (None, dtype):
         raise ValueError(
-            f"compute_dtype {compute_dtype} beside dtype {dtype}: that is FSDP's, which casts what it gathers; with stage "
+            f"compute_dtype {compute_dtype} beside dtype {dtype} is FSDP's, which casts what it gathers; with stage "
             f"{stage!r} set dtype alone, or use stage 'fsdp'"
         )
     divided = {"n_heads": c.n_heads, "n_kv_heads": c.n_kv_heads, "ffn_dim": c.ffn_dim}
@@ -105,21 +107,38 @@ def parameter_shapes(config, tp: int = 1) -> tuple[dict, dict]:
     return block, ends if c.tied else ends | {"output": (V, D)}
 
 
-def saved_by_block(
-    config, tokens: int, itemsize: int, tp: int = 1, sequence_parallel: bool = False, fused_norms: bool = True
+def kept_by_block(
+    config,
+    tokens: int,
+    itemsize: int,
+    checkpoint: str = "none",
+    tp: int = 1,
+    sequence_parallel: bool = False,
+    fused_norms: bool = True,
 ) -> Bytes:
-    """Bytes that autograd keeps of one block for so many tokens, by tensor: the table above, without checkpointing."""
+    """Bytes that one block keeps for backward for so many tokens, by tensor: the table above.
+
+    checkpoint: "none", "full" or "per_op"; every_other is "full" for blocks 0, 2, 4, ...
+    """
     c, N, e, w, s = config, tokens, itemsize, max(itemsize, 4), tp if sequence_parallel else 1
-    saved = {}
-    for norm, x in (("attention_norm", "x"), ("ffn_norm", "x'")):
-        saved[x] = N * c.dim // s * (e if fused_norms else w)
-        saved[f"{x} normalised"] = 0 if fused_norms else N * c.dim // s * w
-        saved[f"1/rms of {x}"] = N // s * w
-        saved[f"{norm}({x})"] = N * c.dim * e
     heads = {"q": c.n_heads, "k": c.n_kv_heads, "v": c.n_kv_heads, "result": c.n_heads}
-    saved |= {name: N * n * (c.dim // c.n_heads) // tp * e for name, n in heads.items()}
-    saved["logsumexp"] = N * c.n_heads // tp * w
-    return saved | dict.fromkeys(("w1 x", "silu", "w3 x", "h"), N * c.ffn_dim // tp * e)
+    inside = {name: N * n * (c.dim // c.n_heads) // tp * e for name, n in heads.items()}
+    inside["logsumexp"] = N * c.n_heads // tp * w
+    inside |= dict.fromkeys(("w1 x", "silu", "w3 x", "h"), N * c.ffn_dim // tp * e)
+    x, whole_x = N * c.dim // s * e, N * c.dim * e
+    if checkpoint == "full":
+        return {"x": x}
+    if checkpoint == "per_op":
+        kept = {"x": x} | {name: inside[name] for name in ("result", "logsumexp", "w3 x")}
+        kept |= {"wk's result": inside["k"], "wo's result": whole_x}
+        return kept | ({"sum after wo": x, "sum after w2": x} if tp > 1 else {})
+    norms = {}
+    for norm, name in (("attention_norm", "x"), ("ffn_norm", "x'")):
+        norms[name] = x if fused_norms else x // e * w
+        norms[f"{name} normalised"] = 0 if fused_norms else x // e * w
+        norms[f"1/rms of {name}"] = N // s * w
+        norms[f"{norm}({name})"] = whole_x
+    return norms | inside
 
 
 def step_moments(
@@ -147,93 +166,92 @@ def step_moments(
     config: a ModelConfig, or whatever has its attributes. batch: sequences of seq_len on this rank in a microbatch.
     dtype: of parameters and gradients. compute_dtype: what FSDP gathers and computes in, reducing in float32 or better.
     state_dtype: of AdamW's two averages; default dtype. fused_norms: a norm is one kernel; False on a CPU.
-    gathered, of what is returned: whatever FSDP and ZeRO-2 hold whole for a while, gradients too. Raises ValueError.
+    "gathered" is whatever FSDP and ZeRO-2 hold whole for a while, gradients too. Raises ValueError.
     """
     c, N, L, n = config, batch * seq_len, config.n_layers, dp_shard
     counts = {"batch": batch, "seq_len": seq_len, "microbatches": microbatches}
     _check(c, stage, checkpoint, dp_replicate, dp_shard, tp, dtype, compute_dtype, **counts)
     fsdp, cuts_gradients, several = stage == "fsdp", stage in ("zero2", "fsdp"), microbatches > 1
-    has_buckets, s = not cuts_gradients and dp_replicate * n > 1, tp if sequence_parallel else 1
-    p, e = dtype.itemsize, (compute_dtype or dtype).itemsize
-    r, w = max(e, 4) if compute_dtype else p, max(e, 4)
+    has_buckets = not cuts_gradients and dp_replicate * n > 1
+    p, e, state = dtype.itemsize, (compute_dtype or dtype).itemsize, (state_dtype or dtype).itemsize
+    w, r = max(e, 4), max(e, 4) if compute_dtype else p  # r: in the dtype that reduces
 
-    # Numbers of a block and of the root: whole, and the rows that are this rank's.
+    # Numbers of a block and of the root, whole and in this rank's rows; of the gradients that come first and last.
     block, root = parameter_shapes(c, tp)
-    blocks, ends = (sum(map(prod, shapes.values())) for shapes in (block, root))
-    block_rows, root_rows = (sum(ceil(z[0] / n) * prod(z[1:]) for z in u.values()) for u in (block, root))
-    whole, rows = L * blocks + ends, L * block_rows + root_rows
+    shapes = [*block.values()] * L + [*root.values()]
+    in_block, in_root = (sum(map(prod, unit.values())) for unit in (block, root))
+    block_rows, root_rows = (sum(ceil(z[0] / n) * prod(z[1:]) for z in unit.values()) for unit in (block, root))
+    whole, rows = L * in_block + in_root, L * block_rows + root_rows
     table = prod(root["tok_embeddings"])
-    first = table if c.tied else ends - table  # output and last norm: their gradients come first
-    last = table if c.tied or tp == 1 else c.vocab_size * c.dim  # numbers of the embedding's gradient
-    averages, cut = whole if stage == "ddp" else rows, rows if cuts_gradients else whole + last - table
-    biggest = max(ceil(z[0] / (n if averages == rows else 1)) * prod(z[1:]) for z in (*block.values(), *root.values()))
-    narrow = (state_dtype or dtype).itemsize < min(p, 4)
+    first = table if c.tied else in_root - table  # the output's and the last norm's
+    last = table if c.tied or tp == 1 else c.vocab_size * c.dim  # the embedding's
+    updated = whole if stage == "ddp" else rows
+    always = {"parameters": p * (rows if fsdp else whole), "optimizer": 2 * updated * state + 4 * len(shapes)}
+    all_gradients = p * (rows if cuts_gradients else whole + last - table)
 
-    # Activations: of the blocks before, of the one that runs, of the ends.
-    saved = saved_by_block(c, N, e, tp, sequence_parallel, fused_norms)
-    x, of_a_norm = N * c.dim // s * e, sum(saved[k] for k in ("x", "x normalised", "1/rms of x", "attention_norm(x)"))
-    sums = 2 * x if tp > 1 else 0
-    per_op = x + sum(saved[k] for k in ("result", "logsumexp", "k", "w3 x")) + N * c.dim * e + sums
-    modes = ["full" if checkpoint == "every_other" and i % 2 == 0 else checkpoint for i in range(L)]
-    kept = [{"full": x, "per_op": per_op}.get(mode, total(saved)) for mode in modes]
-    beside = {
-        "full": 0,
-        "per_op": sums // 2,
-    }  # what the second run leaves unused: w2's sum, and x if the norm has widened it
-    beside = [beside[m] + (x if e < w and not fused_norms else 0) if m in beside else 0 for m in modes]
-    angles = (
-        2 * seq_len * (c.dim // c.n_heads) * (L * e if compute_dtype and e < 4 else 4)
-    )  # FSDP casts a block's inputs
-    around = angles + 16 * N
+    # What each block keeps, what the one that runs backward holds, and what lies around the blocks.
+    layout = {"tp": tp, "sequence_parallel": sequence_parallel, "fused_norms": fused_norms}
+    of_mode = {mode: kept_by_block(c, N, e, mode, **layout) for mode in ("none", "full", "per_op")}
+    modes = [("full", "none")[i % 2] if checkpoint == "every_other" else checkpoint for i in range(L)]
+    kept = [total(of_mode[mode]) for mode in modes]
+    x, everything = of_mode["full"]["x"], of_mode["none"]
+    running = {mode: total(everything) + 2 * everything["h"] + x for mode in of_mode}  # x: the output's gradient
+    running["per_op"] += of_mode["per_op"].get("sum after w2", 0)  # which the second run stops short of
+    for mode in ("full", "per_op") if w > e and not fused_norms else ():
+        running[mode] += x  # beside the norm's wide copy of it
+    last_norm = sum(everything[name] for name in ("x", "x normalised", "1/rms of x", "attention_norm(x)"))
+    cast = compute_dtype is not None and e < 4  # FSDP then casts cos and sin for each block
+    around = 2 * seq_len * (c.dim // c.n_heads) * (L * e if cast else 4) + 16 * N
     logits = N * w * (ceil(c.vocab_size / tp) if loss_parallel else c.vocab_size)
 
+    def moment(gathered=0, gradients=0, activations=0, logits=0) -> Bytes:
+        changing = {"gathered": gathered, "gradients": gradients, "activations": activations, "logits": logits}
+        return {kind: int((always | changing)[kind]) for kind in KINDS}
+
     def gradients(trained: int, n_blocks: int) -> int:
-        """When `trained` numbers have their gradient, and of the last `n_blocks` blocks all have."""
+        """When `trained` numbers have their gradient, and with them all those of the last n_blocks blocks."""
         if cuts_gradients:
             return p * (rows if several else n_blocks * block_rows + (0 if fsdp else first // n))
-        return p * (whole + (whole - trained) * several if has_buckets else whole if several else trained)
+        if has_buckets:
+            return p * (whole + (whole - trained if several else 0))  # what has not moved into a bucket yet
+        return p * (whole if several else trained)
 
-    def moment(gathered=0, gradients=0, activations=0, logits=0) -> Bytes:
-        held = {"parameters": p * (rows if fsdp else whole), "gradients": gradients}
-        held["optimizer"] = 2 * averages * (state_dtype or dtype).itemsize + 4 * (L * len(block) + len(root))
-        return held | {"gathered": int(gathered), "activations": int(activations), "logits": logits}
+    def gathered(n_blocks: int) -> int:
+        """The root's parameters, and those of so many blocks."""
+        return e * (in_root + n_blocks * in_block) if fsdp else 0
 
-    def parameters(n_blocks: int) -> int:
-        """Whole, beside the shards."""
-        return e * (ends + n_blocks * blocks) if fsdp else 0
-
-    sent = (
+    leaving = (
         n * r * root_rows if fsdp and several else 0
-    )  # what a reduce-scatter sends lies there until the next one sends
-    here = {"gathered": parameters(0 if reshard_after_forward else L) + sent, "gradients": gradients(0, 0)}
-    here["activations"] = around + of_a_norm + sum(kept)
-    tape = {"rest": moment(gradients=p * whole if has_buckets else 0), "forward": moment(**here, logits=logits)}
-    tape["loss"] = moment(**here, logits=logits * (4 if loss_parallel and tp > 1 else 3))
-    arriving = e * first if cuts_gradients or several else 0
-    here |= {"gathered": here["gathered"] + arriving, "gradients": gradients(first, 0)}
-    tape["output"] = moment(**here, logits=logits + (logits // w * e if e < w else 0))
+    )  # the microbatch before has sent it; it stays till the next is
+    here = gathered(0 if reshard_after_forward else L) + leaving
+    there = around + last_norm + sum(kept)
+    tape = {"rest": moment(gradients=p * whole if has_buckets else 0)}
+    tape["forward"] = moment(here, gradients(0, 0), there, logits)
+    tape["loss"] = moment(here, gradients(0, 0), there, logits * (4 if loss_parallel and tp > 1 else 3))
+    new = e * first if cuts_gradients or several else 0  # beside the sum it will be added to, or not yet cut
+    tape["output"] = moment(here + new, gradients(first, 0), there, logits + (logits // w * e if e < w else 0))
 
-    roots = e * first if fsdp else 0  # gradients that wait for the embedding's
+    waiting = e * first if fsdp else 0  # the root's gradients leave together, after the embedding's
     for i in reversed(range(L)):
-        ready, below, w2 = L - 1 - i, around + sum(kept[:i]), prod(block["w2"])
+        after, below, w2 = L - 1 - i, around + sum(kept[:i]), prod(block["w2"])
         coming = n * e * block_rows if fsdp and reshard_after_forward and i else 0
-        here = parameters(1 if reshard_after_forward else i + 1) + roots + coming + sent + e * w2 * cuts_gradients
-        there = below + total(saved) + 2 * saved["h"] + x + beside[i]
-        computing = moment(here, gradients(first + ready * blocks + w2, ready), there)
-        sent = n * r * block_rows if fsdp else 0
-        here = parameters(0 if reshard_after_forward else i) + roots + coming + sent + e * blocks * cuts_gradients
-        sending = moment(here, gradients(first + (ready + 1) * blocks, ready + 1), below + x)
-        tape[f"layers.{i}"] = max(computing, sending, key=total)
+        here = gathered(1 if reshard_after_forward else i + 1) + waiting + coming + leaving
+        here += e * w2 if cuts_gradients else 0
+        in_w2 = moment(here, gradients(first + after * in_block + w2, after), below + running[modes[i]])
+        leaving = n * r * block_rows if fsdp else 0
+        here = gathered(0 if reshard_after_forward else i) + waiting + coming + leaving
+        here += e * in_block if cuts_gradients else 0
+        at_its_end = moment(here, gradients(first + (after + 1) * in_block, after + 1), below + x)
+        tape[f"layers.{i}"] = max(in_w2, at_its_end, key=total)
 
-    arriving = e * last if cuts_gradients or several or has_buckets or c.tied else 0
-    done = gradients(whole if has_buckets else whole - table, L) + (0 if arriving else p * last)
-    computing = moment(parameters(0) + roots + arriving + sent, done, around + x)
-    sending = moment((e * ends + n * r * root_rows) * fsdp, p * cut, 16 * N)
-    tape["embedding"] = max(computing, sending, key=total)
-    tape["step"] = moment(gradients=p * cut)
-    tape["step"]["optimizer"] += (
-        23 * biggest * narrow
-    )  # its fp32 averages (8) while they are rounded stochastically (15)
+    new = e * last if cuts_gradients or several or has_buckets or c.tied else 0
+    trained = gradients(whole if has_buckets else whole - table, L) + (0 if new else p * last)
+    in_table = moment(gathered(0) + waiting + new + leaving, trained, around + x)
+    at_its_end = moment(e * in_root + n * r * root_rows if fsdp else 0, all_gradients, 16 * N)
+    tape["embedding"] = max(in_table, at_its_end, key=total)
+    # A narrow state is widened to be updated, a parameter at a time: 8 bytes a number, 15 to round it stochastically.
+    widest = max(ceil(z[0] / (1 if stage == "ddp" else n)) * prod(z[1:]) for z in shapes)
+    tape["step"] = moment(gradients=all_gradients, activations=23 * widest if state < min(p, 4) else 0)
     return tape
 
 
@@ -241,9 +259,4 @@ def memory(config, *args, **kwargs) -> dict[str, Bytes]:
     """rest, forward (its end), backward (its peak), step -> kind -> bytes of one rank. Arguments: as `step_moments`."""
     tape = step_moments(config, *args, **kwargs)
     ends = {name: tape.pop(name) for name in ("rest", "forward", "step")}
-    return {
-        "rest": ends["rest"],
-        "forward": ends["forward"],
-        "backward": max(tape.values(), key=total),
-        "step": ends["step"],
-    }
+    return ends | {"backward": max(tape.values(), key=total), "step": ends.pop("step")}

@@ -651,9 +651,14 @@ def watch_memory(
     now = time.monotonic()
     watch.log = [(now, serial, n_bytes) for _, serial, n_bytes in watch.log]  # all that was there: one sample
     hooks = [] if optimizer is None else [optimizer.register_step_pre_hook(note_state)]
+
+    def note_gradient(p):
+        if p.grad is not None:  # another hook may have sent and cleared it
+            watch.note(p.grad, "gradients")
+
     for p in [] if model is None else model.parameters():
         if p.requires_grad:
-            hooks.append(p.register_post_accumulate_grad_hook(lambda p: watch.note(p.grad, "gradients")))
+            hooks.append(p.register_post_accumulate_grad_hook(note_gradient))
     torch.UntypedStorage.resize_ = observed_resize
     try:
         with watch:
@@ -692,7 +697,7 @@ def cuda_snapshot(path: str | os.PathLike, max_entries: int = 100_000) -> Iterat
     """
     if not torch.cuda.is_available():
         raise ValueError(
-            f"no CUDA device, so no allocator to write {os.fspath(path)} about: run this on a GPU, or use watch_memory, "
+            f"no CUDA device, so no allocator to write {os.fspath(path)} about: run on a GPU, or use watch_memory, "
             "which follows storages on a CPU too"
         )
     memory = torch.cuda.memory

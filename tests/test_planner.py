@@ -1,0 +1,332 @@
+"""The planner against bytes measured on real ranks: the ledger. Then its formulas, its refusals, its speed."""
+
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+from minititan.activation_checkpoint import apply_activation_checkpoint
+from minititan.data_parallel import apply_ddp, skip_sync
+from minititan.fsdp import apply_fsdp
+from minititan.lab.launch import launch
+from minititan.lab.trace import memory_by_kind, peak, watch_memory
+from minititan.meta_init import materialize, on_meta
+from minititan.model import PRESETS, ModelConfig, Transformer, count_parameters
+from minititan.optimizer import build_adamw
+from minititan.planner import (
+    CHECKPOINTS,
+    KINDS,
+    STAGES,
+    kept_by_block,
+    memory,
+    parameter_shapes,
+    step_moments,
+    total,
+)
+from minititan.tensor_parallel import apply_tensor_parallel
+
+MODEL = ModelConfig(vocab_size=512, dim=64, n_layers=3, n_heads=8, n_kv_heads=4, ffn_dim=176)
+TIED = replace(MODEL, tied=True, n_kv_heads=8, ffn_dim=101, vocab_size=403)  # and rows that 4 ranks do not divide
+SIZES = {"batch": 2, "seq_len": 64, "fused_norms": False}
+FEW = {"batch": 1, "seq_len": 16}  # so few tokens that parameters are most of it
+BF16 = torch.bfloat16
+ZERO3 = {"dp_shard": 4}
+TP = {"dp_shard": 2, "tp": 2}
+LEDGER = {  # all on 4 ranks, but for the first three, which are alone
+    "one process": {"stage": "ddp"},
+    "one process, tied, full, 2 microbatches": {"stage": "ddp", "checkpoint": "full", "microbatches": 2, "model": TIED},
+    "one process, bf16": {"stage": "ddp", "dtype": BF16, "checkpoint": "every_other"},
+    "DDP": {"stage": "ddp", "dp_replicate": 4},
+    "DDP, 2 microbatches": {"stage": "ddp", "dp_replicate": 4, "microbatches": 2, **FEW},
+    "ZeRO-1": {"stage": "zero1", **ZERO3, "checkpoint": "full"},
+    "ZeRO-2": {"stage": "zero2", **ZERO3, "checkpoint": "full"},
+    "FSDP": {**ZERO3},
+    "FSDP, few tokens": {**ZERO3, **FEW},
+    "FSDP, no reshard": {**ZERO3, "reshard_after_forward": False, "checkpoint": "full"},
+    "FSDP, tied, full, 2 microbatches": {**ZERO3, "checkpoint": "full", "microbatches": 2, "model": TIED},
+    "FSDP, every_other": {**ZERO3, "checkpoint": "every_other"},
+    "FSDP, per_op, bf16 state": {**ZERO3, "checkpoint": "per_op", "state_dtype": BF16},
+    "FSDP, bf16 compute, full": {**ZERO3, "checkpoint": "full", "compute_dtype": BF16},
+    "HSDP 2 × 2, full, 2 microbatches": {"dp_replicate": 2, "dp_shard": 2, "checkpoint": "full", "microbatches": 2},
+    "FSDP × TP": {**TP},
+    "FSDP × TP, full": {**TP, "checkpoint": "full"},
+    "FSDP × TP, SP and loss": {**TP, "sequence_parallel": True, "loss_parallel": True, "checkpoint": "per_op"},
+    "TP 4": {"stage": "ddp", "tp": 4},
+}
+ALWAYS = (  # the rest of the ledger runs with --full
+    "one process",
+    "DDP",
+    "DDP, 2 microbatches",
+    "ZeRO-2",
+    "FSDP",
+    "FSDP, no reshard",
+    "FSDP, per_op, bf16 state",
+    "FSDP, bf16 compute, full",
+    "HSDP 2 × 2, full, 2 microbatches",
+    "FSDP × TP, full",
+)
+WITHIN = {"parameters": 0.03, "gradients": 0.03, "optimizer": 0.03, "activations": 0.1, "peak": 0.1}
+
+
+# ---- the ledger -----------------------------------------------------------------------------------------------
+
+
+def cut_optimizer_and_gradients(model, stage, mesh):
+    """ZeRO-1 and 2 by hand -> this rank's rows as parameters, and what to do before the optimizer's step."""
+    n, rank = mesh.size(), mesh.get_local_rank()
+    rows = {p: nn.Parameter(p.detach().chunk(n)[rank]) for p in model.parameters()}  # views
+
+    def take_from_whole():
+        for p, row in rows.items():
+            row.grad = p.grad.chunk(n)[rank]  # DDP has averaged it
+
+    def reduce(parameters):
+        for p in parameters:
+            rows[p].grad = torch.empty_like(rows[p])
+            dist.reduce_scatter(rows[p].grad, list(p.grad.chunk(n)), group=mesh.get_group())
+            p.grad = None
+
+    if stage == "zero1":
+        return list(rows.values()), take_from_whole
+    for unit in (*model.layers.values(), model.tok_embeddings, model.norm, model.output):
+        parameters, arrived = list(unit.parameters()), []
+
+        def arrive(p, parameters=parameters, arrived=arrived):
+            arrived.append(p)
+            if len(arrived) == len(parameters):
+                arrived.clear()
+                reduce(parameters)
+
+        for p in parameters:
+            p.register_post_accumulate_grad_hook(arrive)
+    return list(rows.values()), lambda: None
+
+
+def measure(model, stage="fsdp", dp_replicate=1, dp_shard=1, tp=1, *, batch, seq_len, microbatches=1, **options):
+    """The bytes of a second step on this rank: those that stay, what forward leaves for backward, and the peak."""
+    flags = {name: options.get(name, False) for name in ("sequence_parallel", "loss_parallel")}
+    vocab_size = model.vocab_size
+    model = on_meta(lambda config=model: Transformer(config).to(options.get("dtype", torch.float32)))
+    alone = dp_replicate * dp_shard * tp == 1
+    names = ("replicate", "shard", "tp")
+    mesh = None if alone else init_device_mesh("cpu", (dp_replicate, dp_shard, tp), mesh_dim_names=names)
+    if tp > 1:
+        apply_tensor_parallel(model, mesh["tp"], **flags)
+    if "checkpoint" in options:
+        apply_activation_checkpoint(model, options["checkpoint"])
+    if stage == "fsdp":
+        reshard = None if options.get("reshard_after_forward", True) else False
+        data = mesh["replicate", "shard"] if dp_replicate > 1 else mesh["shard"]
+        apply_fsdp(model, data, param_dtype=options.get("compute_dtype"), reshard_after_forward=reshard)
+    materialize(model, "cpu", seed=0)
+    replica, parameters, before_step = model, list(model.parameters()), lambda: None
+    if stage in ("ddp", "zero1") and dp_replicate * dp_shard > 1:
+        replica = apply_ddp(model, mesh["replicate" if stage == "ddp" else "shard"])
+    if stage in ("zero1", "zero2"):
+        parameters, before_step = cut_optimizer_and_gradients(model, stage, mesh["shard"])
+    optimizer = build_adamw(parameters, state_dtype=options.get("state_dtype"))
+    tokens_BT, targets_BT = torch.randint(vocab_size, (2, batch, seq_len))
+
+    def loss_of():
+        logits_NV = replica(tokens_BT).flatten(0, 1)
+        logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+        loss = F.cross_entropy(logits_NV, targets_BT.flatten())
+        return loss.to_local() if isinstance(loss, DTensor) else loss
+
+    def step():
+        for left in reversed(range(microbatches)):
+            if isinstance(model, FSDPModule):
+                model.set_is_last_backward(left == 0)
+                model.set_requires_all_reduce(left == 0)
+            with skip_sync(replica, left > 0):
+                loss = loss_of()
+                forward_ends.append(time.monotonic())
+                loss.backward()
+        del loss
+        before_step()
+        optimizer.step()
+
+    forward_ends = []
+    with loss_parallel():
+        step()
+        model.zero_grad()
+        optimizer.zero_grad()
+        forward_ends.clear()
+        with watch_memory(model, optimizer) as samples:
+            step()
+    stays = memory_by_kind(model, optimizer)
+    if stage == "zero2":
+        stays["gradients"] = sum(p.grad.nbytes for p in parameters)
+    first = peak(samples, forward_ends[0], forward_ends[0])  # a later one lies beside what is left of earlier gradients
+    return stays | {"activations": first.n_bytes["activations"], "peak": peak(samples).total}
+
+
+def predict(model, **layout):
+    found = memory(model, **SIZES | layout)
+    stays = {kind: found["step"][kind] for kind in ("parameters", "gradients", "optimizer")}
+    forward = found["forward"]["activations"] + found["forward"]["logits"]
+    return stays | {"activations": forward, "peak": max(map(total, found.values()))}
+
+
+def compare(names) -> dict[str, dict[str, float]]:
+    """Name -> kind -> predicted / measured, printed as a table."""
+    layouts = {name: {"model": MODEL} | LEDGER[name] for name in names}
+
+    def measure_all():
+        sizes = {"batch": SIZES["batch"], "seq_len": SIZES["seq_len"]}
+        return {name: measure(**sizes | layout) for name, layout in layouts.items()}
+
+    measured, ratios = launch(measure_all, ranks=4, device="cpu", timeout=240)[0], {}
+    print(f"\n{'predicted kB / measured':40}" + "".join(f"{kind:>22}" for kind in WITHIN))
+    for name, layout in layouts.items():
+        predicted = predict(**layout)
+        ratios[name] = {kind: predicted[kind] / measured[name][kind] for kind in WITHIN}
+        print(f"{name:40}" + "".join(f"{predicted[k] / 1e3:14,.1f} {r:7.4f}" for k, r in ratios[name].items()))
+    return ratios
+
+
+def test_predicted_bytes_are_those_measured():
+    assert len(ALWAYS) >= 6
+    ratios = compare(ALWAYS)
+    wrong = [(n, k, r) for n, of in ratios.items() for k, r in of.items() if abs(r - 1) > WITHIN[k]]
+    assert not wrong
+
+
+@pytest.mark.full
+def test_predicted_bytes_are_those_measured_in_every_other_layout():
+    ratios = compare([name for name in LEDGER if name not in ALWAYS])
+    wrong = [(n, k, r) for n, of in ratios.items() for k, r in of.items() if abs(r - 1) > WITHIN[k]]
+    assert not wrong
+
+
+def test_the_ledger_can_tell_layouts_apart():
+    """No prediction would pass for that of another of the layouts that the table compares."""
+    found = {name: predict(**{"model": MODEL} | LEDGER[name]) for name in ALWAYS}
+    for a in ALWAYS:
+        for b in ALWAYS:
+            passes = all(abs(found[a][k] / found[b][k] - 1) <= within for k, within in WITHIN.items())
+            assert passes == (a == b), (a, b)
+
+
+# ---- formulas -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name, config in PRESETS.items() if not config.n_experts])
+def test_parameters_are_the_models(name):
+    config, n = PRESETS[name], count_parameters(PRESETS[name])
+    assert memory(config, "ddp", seq_len=8)["rest"]["parameters"] == 4 * n
+    state = memory(config, "ddp", seq_len=8, state_dtype=BF16)["rest"]["optimizer"]
+    assert 4 * n <= state < 4 * n + 10_000  # and a step count a tensor
+    assert memory(config, dp_shard=8, seq_len=8)["rest"]["parameters"] == 4 * n / 8
+
+
+def test_kept_of_a_block_is_the_table():
+    c = PRESETS["llama3-8b"]
+    D, C, ffn = c.dim, 1024, c.ffn_dim
+    small = 2 * 4 + 4 * c.n_heads  # of a token: 1/rms of two norms, logsumexp
+    assert total(kept_by_block(c, 1, 2)) == 2 * (6 * D + 2 * C + 4 * ffn) + small
+    unfused = 2 * (4 * D + 2 * C + 4 * ffn) + 4 * 4 * D + small
+    assert total(kept_by_block(c, 1, 2, fused_norms=False)) == unfused
+    cut = 2 * (2 * D + 2 * D + 2 * D // 8 + 2 * C // 8 + 4 * ffn // 8) + 2 * 4 + 4 * c.n_heads // 8
+    assert total(kept_by_block(c, 1, 2, tp=8)) == cut
+    sequence = 8 * 2 * (2 * D // 8 + 2 * D + (2 * D + 2 * C + 4 * ffn) // 8) + 2 * 4 + 8 * 4 * c.n_heads // 8
+    assert total(kept_by_block(c, 8, 2, tp=8, sequence_parallel=True)) == sequence
+
+    for mode, bytes_of_a_token in (("full", 2 * D), ("per_op", 2 * (3 * D + C + ffn) + 4 * c.n_heads)):
+        assert total(kept_by_block(c, 1, 2, mode)) == bytes_of_a_token
+
+    def blocks(checkpoint):
+        found = memory(c, dp_shard=8, seq_len=4096, compute_dtype=BF16, checkpoint=checkpoint)["forward"]["activations"]
+        ends = 4096 * (2 * D + 2 * D + 4 + 16) + 2 * 4096 * 128 * 2 * c.n_layers
+        return (found - ends) / c.n_layers / 4096
+
+    assert blocks("none") == 2 * (6 * D + 2 * C + 4 * ffn) + small
+    assert blocks("full") == 2 * D
+    assert blocks("every_other") == (blocks("none") + blocks("full")) / 2
+    assert blocks("per_op") == 2 * (3 * D + C + ffn) + 4 * c.n_heads
+
+
+def test_stages_take_away_what_they_cut():
+    def rest_and_step(stage, **layout):
+        found = memory(MODEL, stage, seq_len=8, **layout)
+        assert all(set(kinds) == set(KINDS) for kinds in found.values())
+        return found["step"]
+
+    alone = rest_and_step("ddp")
+    assert rest_and_step("ddp", dp_replicate=4) == alone
+    for stage, cut in (("zero1", 1), ("zero2", 2), ("fsdp", 3)):
+        of = rest_and_step(stage, dp_shard=4)
+        for i, kind in enumerate(("optimizer", "gradients", "parameters")):
+            assert of[kind] == pytest.approx(alone[kind] / (4 if i < cut else 1), rel=1e-3), (stage, kind)
+    hsdp = rest_and_step("fsdp", dp_replicate=8, dp_shard=4)
+    assert hsdp == of, "replicas share nothing"
+    assert memory(MODEL, "ddp", dp_replicate=2, seq_len=8)["rest"]["gradients"] == alone["gradients"], "the buckets"
+
+
+def test_moments_follow_the_tape():
+    tape = step_moments(MODEL, dp_shard=4, seq_len=64, batch=2)
+    backward = ["loss", "output", "layers.2", "layers.1", "layers.0", "embedding"]
+    assert list(tape) == ["rest", "forward", *backward, "step"]
+    activations, gradients = ([tape[m][k] for m in backward] for k in ("activations", "gradients"))
+    assert sorted(activations[2:], reverse=True) == activations[2:] and sorted(gradients) == gradients
+    found = memory(MODEL, dp_shard=4, seq_len=64, batch=2)
+    assert list(found) == ["rest", "forward", "backward", "step"]
+    assert found["backward"] == max((tape[m] for m in backward), key=total)
+    assert [total(found[m]) for m in ("rest", "step")] == [total(tape[m]) for m in ("rest", "step")]
+
+
+def test_more_ranks_than_rows_leave_a_row():
+    block, _ = parameter_shapes(MODEL)
+    rows = MODEL.n_layers * sum(shape[-1] for shape in block.values() if len(shape) == 2)
+    norms = 2 * MODEL.n_layers + 1
+    expected = 4 * (rows + norms + 2 * MODEL.dim)
+    assert memory(MODEL, dp_shard=4096, seq_len=8)["rest"]["parameters"] == expected
+
+
+def test_takes_anything_with_the_attributes():
+    plain = SimpleNamespace(dim=64, n_layers=3, n_heads=8, n_kv_heads=4, ffn_dim=176, vocab_size=512, tied=False)
+    assert memory(plain, dp_shard=4, seq_len=8) == memory(MODEL, dp_shard=4, seq_len=8)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_is_whole_bytes_and_answers_at_once(stage, checkpoint):
+    layout = {"dp_replicate": 4} if stage == "ddp" else {"dp_shard": 4}
+    began = time.monotonic()
+    found = memory(PRESETS["llama3-405b"], stage, **layout, seq_len=8192, checkpoint=checkpoint)
+    assert time.monotonic() - began < 0.1  # a slider has 150 ms
+    assert all(isinstance(n, int) and n >= 0 for kinds in found.values() for n in kinds.values())
+
+
+REFUSED = [
+    ({"stage": "zero3"}, ["stage='zero3'", "ddp, zero1, zero2, fsdp"]),
+    ({"checkpoint": "budget"}, ["checkpoint='budget'", "none, full, every_other, per_op"]),
+    ({"dp_shard": 0}, ["dp_shard must be a whole number of at least 1, got 0"]),
+    ({"microbatches": 1.5}, ["microbatches", "1.5"]),
+    ({"stage": "ddp", "dp_shard": 4}, ["'ddp' cuts nothing, but dp_shard is 4", "dp_replicate"]),
+    ({"stage": "zero1", "dp_replicate": 2}, ["'zero1'", "dp_replicate is 2", "use dp_shard"]),
+    ({"stage": "ddp", "dp_replicate": 2, "tp": 2}, ["tp 2", "dp_replicate 2", "use stage 'fsdp'"]),
+    ({"stage": "ddp", "compute_dtype": BF16}, ["bfloat16", "float32", "set dtype alone"]),
+    ({"tp": 8}, ["tp 8 does not divide n_kv_heads 4"]),
+]
+
+
+@pytest.mark.parametrize(("change", "told"), REFUSED, ids=[str(change) for change, _ in REFUSED])
+def test_refused_with_all_numbers(change, told):
+    with pytest.raises(ValueError) as error:
+        memory(MODEL, **{"seq_len": 64} | change)
+    assert all(piece in str(error.value) for piece in told), str(error.value)
+
+
+def test_experts_are_refused():
+    with pytest.raises(ValueError, match="n_experts 8: only dense models"):
+        memory(PRESETS["debug-moe"], seq_len=64)
