@@ -16,14 +16,15 @@ that block 0 left behind and its code is reused. What is lost is fusion across a
 Cost        cold start  whole: about a + b·L seconds, regional: about a + b, where b is seconds to tens of seconds
             every call  guards of each block, tens of microseconds
             memory      the same; less than eager, since fused operators keep fewer intermediates for backward
-Use it      from a few layers on, for any model with repeated blocks. Order: tensor parallel, float8, activation
-            checkpointing, then this, then FSDP. Then the wrapper of a checkpointed block is what gets compiled, the
-            compiler sees what is to be recomputed, and FSDP's gathers stay outside of the graph.
+Use it      from a few layers on, for any model with repeated blocks. Order: float8, activation checkpointing, then
+            this, then FSDP. Then the wrapper of a checkpointed block is what gets compiled, the compiler sees what is
+            to be recomputed, and FSDP's gathers stay outside of the graph.
 Goes wrong  blocks that differ in a Python value (a layer number as an attribute): each value is a guard that fails, each
             block a graph of its own, and after 8 the rest run eagerly without a word. Shapes that change: a second graph,
             and from then on one for every length. Compiling before checkpointing per op: the policy looks for operators
             and finds none, for they are inside a compiled function. `count_graphs` tells.
-Not here    compiled autograd, CUDA graphs, collectives inside of a graph reordered by inductor.
+Not here    tensor parallel with DTensors: seen in torch 2.13 on gloo, gradients wrong by their own size without a word,
+            or an error in backward, so it is refused (tensor parallel by hand has plain weights); compiled autograd, CUDA graphs, collectives inside of a graph reordered by inductor.
 
 References  torch.compile https://docs.pytorch.org/docs/stable/torch.compiler.html, regional compilation
             https://docs.pytorch.org/tutorials/recipes/regional_compilation.html
@@ -41,6 +42,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 # ---- by hand --------------------------------------------------------------------------------------------------
@@ -100,12 +102,13 @@ def compile_blocks(
 ) -> nn.Module:
     """Compiles each block of `model` in place, at its first call; returns the model. Names and checkpoints stay.
 
-    After tensor parallel, float8 and activation checkpointing, before FSDP.
+    After float8 and activation checkpointing, before FSDP.
     blocks: modules inside `model`; default, the children of each outermost ModuleList and ModuleDict.
     fullgraph: a graph break is an error that names its line (False: it costs, silently).
     dynamic: None lets torch turn a dimension that changes into a variable at its second value; False: each length gets
     its own graph; True: variables from the start. backend: as in torch.compile; "aot_eager" traces and compiles nothing.
-    Raises ValueError: 0 blocks, a block that is not inside the model, or one that is compiled or sharded already.
+    Raises ValueError: 0 blocks, a block that is not inside the model, or one that is compiled or sharded already, or has
+    DTensors.
     """
     blocks = _default_blocks(model) if blocks is None else list(blocks)
     if not blocks:
@@ -121,7 +124,12 @@ def compile_blocks(
     if done := sharded or compiled:
         raise ValueError(
             f"{len(done)} modules, such as a {type(done[0]).__name__}, are {'sharded' if sharded else 'compiled'} already. "
-            "The order: tensor parallel, float8, activation checkpointing, then this, once, then FSDP"
+            "The order: float8, activation checkpointing, then this, once, then FSDP"
+        )
+    if cut := [p for block in blocks for p in block.parameters() if isinstance(p, DTensor)]:
+        raise ValueError(
+            f"{len(cut)} parameters of {len(blocks)} blocks are DTensors, whose gradients came out wrong when compiled: "
+            "run tensor parallel uncompiled, or by hand, with plain weights"
         )
     for block in blocks:
         block.compile(fullgraph=fullgraph, dynamic=dynamic, backend=backend)

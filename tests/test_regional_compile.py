@@ -120,9 +120,10 @@ class _Numbered(nn.Module):
         self.linear, self.number, self.breaks = nn.Linear(4, 4), number, breaks
 
     def forward(self, x):
+        y = self.linear(x)
         if self.breaks:
             torch._dynamo.graph_break()
-        return x + self.linear(x) * self.number
+        return x + y * self.number
 
 
 def _stack(**options) -> nn.Module:
@@ -148,6 +149,7 @@ def test_a_break_is_counted_or_refused():
     with count_graphs() as count:
         model(x)
     assert count.graphs == 2 and count.breaks == 1
+    torch._dynamo.reset()  # it remembers that this code breaks, and runs it eagerly
     strict = compile_blocks(_stack(breaks=True), backend="aot_eager")
     with pytest.raises(torch._dynamo.exc.Unsupported):
         strict(x)
@@ -186,7 +188,6 @@ def _sharded_errors(backend: str) -> dict[str, float]:
     n = dist.get_world_size()
     expected = run(new_model())
     line = init_device_mesh("cpu", (n,))
-    grid = init_device_mesh("cpu", (n // 2, 2), mesh_dim_names=("dp", "tp"))
 
     def fsdp(model):
         apply_fsdp(compile_blocks(model, backend=backend), line)
@@ -195,28 +196,24 @@ def _sharded_errors(backend: str) -> dict[str, float]:
         apply_activation_checkpoint(model, "full")
         apply_fsdp(compile_blocks(model, backend=backend), line)
 
-    def fsdp_and_tp(model):
-        apply_tensor_parallel(model, grid["tp"])
-        apply_fsdp(compile_blocks(model, backend=backend), grid["dp"])
-
     errors = {}
-    for way in (fsdp, checkpointed_fsdp, fsdp_and_tp):
+    for way in (fsdp, checkpointed_fsdp):
         model = on_meta(lambda: Transformer(CONFIG).double())
         way(model)
         with count_graphs() as count:
             errors[way.__name__] = worst(run(materialize(model, "cpu", seed=0)), expected)
-        assert count.graphs == 1 and count.breaks == 0, f"{way.__name__}: {count}"
+        assert count.graphs == 1 and count.breaks == 0, f"{way.__name__}: {count}, {count.reasons}"
     return errors
 
 
-def test_with_fsdp_and_tensor_parallel():
+def test_with_fsdp():
     for errors in launch(_sharded_errors, "aot_eager", ranks=2, timeout=120):
         assert max(errors.values()) < 1e-10, errors
 
 
 @pytest.mark.full
-def test_inductor_with_fsdp_and_tensor_parallel_on_four_ranks():
-    for errors in launch(_sharded_errors, "inductor", timeout=280):
+def test_inductor_with_fsdp():
+    for errors in launch(_sharded_errors, "inductor", ranks=2, timeout=280):
         assert max(errors.values()) < 1e-10, errors
 
 
@@ -226,10 +223,9 @@ def test_inductor_with_fsdp_and_tensor_parallel_on_four_ranks():
 def test_measured_in_a_fresh_process():
     config = replace(CONFIG, n_layers=3)
     blocks = measure_compile(new_model(config), TOKENS_BT, "blocks", backend="aot_eager")
-    whole = measure_compile(new_model(config), TOKENS_BT, "whole", backend="aot_eager")
     eager = measure_compile(new_model(config), TOKENS_BT, "eager")
-    assert (blocks.graphs, whole.graphs, eager.graphs) == (1, 1, 0)
-    assert min(blocks.cold_s, whole.cold_s) > eager.cold_s > 0 and blocks.warm_s < blocks.cold_s
+    assert (blocks.graphs, eager.graphs) == (1, 0)
+    assert blocks.cold_s > eager.cold_s > 0 and blocks.warm_s < blocks.cold_s
 
 
 def test_bad_input():
@@ -252,6 +248,17 @@ def test_bad_input():
     broken = deepcopy(new_model())
     with pytest.raises(RuntimeError, match="'eager' failed with exit code 1"):
         measure_compile(broken, torch.ones(2, 2), "eager")
+
+
+def test_dtensors_are_refused():
+    def tensor_parallel():
+        model = apply_tensor_parallel(new_model(), init_device_mesh("cpu", (2,)))
+        try:
+            compile_blocks(model)
+        except ValueError as error:
+            return str(error)
+
+    assert "28 parameters of 4 blocks are DTensors" in launch(tensor_parallel, ranks=2)[0]
 
 
 def test_after_fsdp_is_refused():
