@@ -139,14 +139,14 @@ MODES = ("full", "every_other", "per_op", "budget")
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 MATMULS = frozenset(getattr(_aten, name).default for name in ("mm", "addmm", "linear", "_scaled_mm", "_grouped_mm"))
 _KERNELS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
-SAVED = frozenset(
+ATTENTION = frozenset(
     {
         *(getattr(_aten, f"_scaled_dot_product_{kernel}").default for kernel in _KERNELS),
         torch.ops.higher_order.flex_attention,
-        _c10d.reduce_scatter_tensor.default,  # what tensor parallel sends: not twice
-        _c10d.all_reduce.default,
     }
 )
+SUMS = frozenset({_c10d.reduce_scatter_tensor.default, _c10d.all_reduce.default})  # of tensor parallel: not sent twice
+SAVED = ATTENTION | SUMS
 
 
 def _default_blocks(module: nn.Module) -> list[nn.Module]:
@@ -216,7 +216,8 @@ def apply_activation_checkpoint(
     mode: "full", each block keeps its input; "every_other", blocks 0, 2, 4, ... do; "per_op", each also keeps the
     results of `save` and of every second matmul; "budget", torch.compile decides, and compiles each block.
     blocks: modules inside `model`; default, the children of each outermost ModuleList and ModuleDict.
-    save: per_op; operators such as torch.ops.aten.bmm.default. default: attention, and the sums of tensor parallel.
+    save: per_op; operators such as torch.ops.aten.bmm.default. default: attention, and the sums of tensor parallel. SUMS
+    where attention goes tile by tile in Python, as a ring does: kept would be the result of each tile.
     budget: from 0, as little as full keeps, to 1, what compile keeps by itself.
     preserve_rng_state: False spares a copy of the random state a block, and makes dropout wrong.
     A model on meta is fine. Raises ValueError before any change.

@@ -42,6 +42,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from tqdm import tqdm
 
+from minititan.activation_checkpoint import SAVED, SUMS, apply_activation_checkpoint
 from minititan.context_parallel import apply_context_parallel, check_context_parallel, shard_sequence
 from minititan.data import ByteCorpus, batches
 from minititan.expert_parallel import (
@@ -99,6 +100,7 @@ class TrainConfig:
     cp_method: Literal["ring", "all_gather", "ulysses"] = "ring"  # with cp
     sequence_parallel: bool = False  # with tp: norms and residuals on 1/tp of the tokens; tp divides seq_len
     loss_parallel: bool = False  # with tp: the loss of logits that stay cut by vocabulary
+    activation_checkpoint: Literal["none", "full", "every_other", "per_op"] = "none"  # what backward computes again
     eval_batches: int = 4  # held-back batches, read before the first and after the last step
     log_every: int = 10  # steps between lines, where there is no terminal for a bar; 0: no lines
     csv: str | None = None  # a file that gets a row a step
@@ -129,8 +131,8 @@ def parallelize(model: nn.Module, dims: ParallelDims, config: TrainConfig) -> nn
     """The whole order of composition, on a model on meta, in place.
 
     Tensor parallel is first, because it replaces the weights that all others wrap; experts and context parallel replace
-    what lies between those. FSDP is last, because it cuts what the others have left on a rank, module by module as it
-    finds them. A pipeline stage keeps its parameters gathered: many microbatches are under way at once.
+    what lies between those. Activation checkpointing wraps the blocks that they have left. FSDP is last, because it cuts
+    what is on a rank, module by module as it finds them. A pipeline stage keeps its parameters gathered: many microbatches are under way at once.
     """
     tp_mesh = dims.axis("tp") if dims.tp > 1 else None
     if tp_mesh:
@@ -140,6 +142,9 @@ def parallelize(model: nn.Module, dims: ParallelDims, config: TrainConfig) -> nn
         apply_expert_parallel(model, dims.axis("ep"), tp_mesh, config.sequence_parallel)
     if dims.cp > 1:
         apply_context_parallel(model, dims.axis("cp"), config.cp_method)
+    if config.activation_checkpoint != "none":
+        in_tiles = dims.cp > 1 and config.cp_method != "ulysses"
+        apply_activation_checkpoint(model, config.activation_checkpoint, save=SUMS if in_tiles else SAVED)
     compute_dtype = getattr(torch, config.compute_dtype) if config.compute_dtype else None
     if dims.size("hsdp") > 1 or dims.ep > 1 or compute_dtype:
         replicated = "hsdp" if dims.dp_replicate > 1 else "fsdp"
@@ -159,8 +164,13 @@ def check(config: TrainConfig, world_size: int) -> ParallelDims:
         check_pipeline_parallel(
             config.schedule, dims.pp, config.accumulate, config.stages_per_rank, model.n_layers, rows
         )
+        whole = ", ".join(name for name, kind in SCHEDULES.items() if not kind.splits_backward)
+        if config.activation_checkpoint == "per_op" and SCHEDULES[config.schedule].splits_backward:
+            raise ValueError(
+                f"schedule {config.schedule} goes backward twice through a graph, and activation_checkpoint per_op allows "
+                f"one pass: take full or every_other, or use one of {whole}"
+            )
         if model.n_experts and SCHEDULES[config.schedule].splits_backward:
-            whole = ", ".join(name for name, kind in SCHEDULES.items() if not kind.splits_backward)
             raise ValueError(
                 f"schedule {config.schedule} splits backward, and {model.n_experts} experts, sharded apart, would miss the "
                 f"half with their gradients: use one of {whole}"

@@ -110,6 +110,12 @@ REFUSED = [
     ({"global_batch": 8, "accumulate": 3}, 2, ["dp_shard 2 × accumulate 3 = 6", "use global_batch 12"]),
     ({"seq_len": 9000}, 1, ["seq_len 9000", "max_seq_len 8192"]),
     ({"model": replace(TINY, vocab_size=100)}, 1, ["vocab_size 100", "256"]),
+    (
+        {"parallel": ParallelConfig(pp=2), "schedule": "zbv", "accumulate": 4, "activation_checkpoint": "per_op"}
+        | {"model": replace(TINY, n_layers=4)},
+        2,
+        ["schedule zbv", "activation_checkpoint per_op", "take full or every_other", "1f1b"],
+    ),
     ({"steps": 0}, 1, ["steps=0"]),
     ({"lr": -1.0}, 1, ["lr=-1.0"]),
     ({"max_norm": math.nan}, 1, ["max_norm=nan"]),
@@ -174,6 +180,53 @@ def test_what_is_shown_logged_and_returned(tmp_path, capsys):
     shown = [line for line in capsys.readouterr().out.splitlines() if "step " in line]
     assert [line.split("step")[1].split()[0] for line in shown] == ["0", "2", "3"]
     assert f"loss {plain.losses[0]:.4f}" in shown[0]
+
+
+DOUBLE = replace(CONFIG, steps=2, accumulate=2, dtype="float64", log_every=0)
+
+
+def losses_and_norms(cases):
+    def run_all():
+        results = [train(replace(c, parallel=layout, activation_checkpoint=mode)) for c, layout, mode in cases]
+        return [result.losses + result.grad_norms for result in results]
+
+    return launch(run_all, ranks=4, timeout=120)[0]
+
+
+def test_activation_checkpointing_changes_no_number():
+    modes = ("none", "full", "every_other", "per_op")
+    plain, *others = losses_and_norms([(DOUBLE, ParallelConfig(dp_shard=2, tp=2), mode) for mode in modes])
+    assert all(numbers == pytest.approx(plain, rel=1e-10, abs=0) for numbers in others)
+
+
+@pytest.mark.full
+def test_activation_checkpointing_changes_no_number_beside_pipeline_context_and_experts():
+    experts = replace(DOUBLE, model=replace(TINY, n_experts=4, expert_ffn_dim=16, balance_loss=0.01))
+    cases = [(DOUBLE, ParallelConfig(dp_shard=4), "none"), (DOUBLE, ParallelConfig(dp_shard=2, pp=2), "full")]
+    cases += [(DOUBLE, ParallelConfig(dp_shard=2, cp=2), mode) for mode in ("full", "per_op")]
+    cases += [(experts, ParallelConfig(dp_shard=4, ep=2), mode) for mode in ("none", "full")]
+    plain, *others, with_experts, with_experts_again = losses_and_norms(cases)
+    assert all(numbers == pytest.approx(plain, rel=1e-10, abs=0) for numbers in others)
+    assert with_experts_again == pytest.approx(with_experts, rel=1e-10, abs=0)
+    assert with_experts != pytest.approx(plain, rel=1e-3)
+
+
+def test_activation_checkpointing_wraps_each_block_before_it_is_sharded():
+    def wrapped():
+        seen = {}
+
+        def watch(moment, step, model):
+            seen[mode] = [type(block).__name__ for block in model.layers.values()]
+
+        for mode in ("none", "every_other"):
+            train(replace(CONFIG, steps=1, log_every=0, activation_checkpoint=mode), watch)
+        return seen
+
+    kinds = launch(wrapped, ranks=2)[0]
+    assert kinds == {
+        "none": ["FSDPTransformerBlock"] * 2,
+        "every_other": ["FSDPCheckpointWrapper", "FSDPTransformerBlock"],
+    }
 
 
 def test_a_broken_number_stops_all_ranks_before_the_optimizer_step():
