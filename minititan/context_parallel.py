@@ -27,8 +27,8 @@ Traffic     sent by a rank in a layer, forward and backward (`wire_bytes`):
             ring, all_gather   (n-1)/n · 2·B·T·G·K · (2 e + g)   keys and values twice, their gradients once
             ulysses            (n-1)/n · 4·B·T/n·(H + G)·K · e     falls with n; the others do not
 Memory      activations are 1/n; the ring holds one more block, all_gather all keys and values of a layer for a moment.
-Use it      when one sequence's activations do not fit. ulysses if n divides G, and n > 2/3 (H/G + 1) or the network is
-            slow to hop; ring for any n, and when tiles are long enough to hide the sends: the time of a tile grows with
+Use it      when one sequence's activations do not fit. ulysses if n divides G; it sends less if n > (H/G + 1)/2 (16-bit
+            numbers). ring for any n, and when tiles are long enough to hide the sends: the time of a tile grows with
             (T/n)², its bytes with T/n. all_gather for any n, in one message; simplest, if the memory is there.
             FSDP then spans data parallel × cp: cp ranks hold equal weights, and FSDP adds up their gradients.
 Not here    masks between documents (refused where they could be asked for), dropout, a ring of rings, n > G in ulysses.
