@@ -400,6 +400,18 @@ def test_plan_counts_the_bubble():
         draw.plan([["what?"]])
 
 
+def test_a_pipeline_is_drawn_alike_from_a_plan_and_from_a_run():
+    """A simulation in slots, a recording in seconds: the same boxes in the same colours, and the same bubble."""
+    slots = [(0, "0F0", 0, 1), (0, "0B0", 3, 5), (1, "1F0", 1, 2), (1, "1B0", 2, 3)]
+    run = [(rank, action, 7 + a / 100, 7 + b / 100) for rank, action, a, b in slots]
+    plan, timeline = draw.plan(slots), draw.timeline(run)
+    assert legend_of(plan) == legend_of(timeline) == ["forward", "backward", "bubble 50%"]
+    assert "in 5 slots" in plan.alt and "over 50 ms" in timeline.alt
+    boxes = [[p.get_path().vertices[:, 0].max() for p in f.axes[0].patches[1:]] for f in (plan, timeline)]
+    assert [round(10 * x) for x in boxes[0]] == [round(x) for x in boxes[1]]
+    assert [t.get_text() for t in draw.timeline(run, ranks=[1]).axes[0].get_yticklabels()] == ["rank 1"]
+
+
 # --- files and notebooks ---------------------------------------------------------------------------------------
 
 

@@ -371,7 +371,14 @@ def timeline(
     events: anything with rank, lane, name, start, end (seconds), perhaps phase and blocked; flat, or one list a rank.
     window: (from, to) in ms after the first event.   ranks: only these.   names: write an event's name where it fits.
     Communication under way at the same time takes further lanes.
+    Events that are tuples (rank, "2B1", start, end) are a pipeline's, recorded or simulated: drawn as `plan` does.
     """
+    events = list(events)
+    if events and isinstance(events[0], tuple):
+        origin = min(start for _, _, start, _ in events)
+        ms = [(rank, (a - origin) * 1e3, (b - a) * 1e3, *_action(rank, name)) for rank, name, a, b in events]
+        shown = sorted({c[0] for c in ms} if ranks is None else set(ranks))
+        return _pipeline([c for c in ms if c[0] in shown], shown, title, "ms")
     events = [e for e in _flat(events) if ranks is None or e.rank in set(ranks)]
     if not events:
         raise ValueError("there are no events to draw: did the recording run on the ranks, and was its list returned?")
@@ -777,52 +784,73 @@ def parity(errors: Mapping[str, Mapping[str, float]], tolerance: float = 1e-10, 
 
 
 @styled
-def plan(rows: Sequence[Sequence[str | None]], title: str = "", slots: Mapping[str, int] | None = None) -> Drawing:
+def plan(rows: Sequence[Sequence], title: str = "", slots: Mapping[str, int] | None = None) -> Drawing:
     """The actions of a pipeline: a row a rank, a column a time slot; an empty slot is a bubble.
 
     rows: for each rank its slots; each None or "", or an action as torch prints it, "[stage]KIND[microbatch]": "F0",
         "2B1", kinds F forward, B backward, I input gradient, W weight gradient. The number shown is the microbatch; the
         forwards of a rank's second, third, ... stage are lighter, its backwards darker.
+        Or a simulation: tuples (rank, "2B1", first slot, end).
     slots: kind -> number of columns that it takes, when a row lists each action once, e.g. {"F": 1, "B": 2}.
     """
+    if rows and isinstance(rows[0][0], int):
+        timed = [(rank, a, b - a, *_action(rank, name)) for rank, name, a, b in rows]
+        return _pipeline(timed, range(1 + max(c[0] for c in timed)), title, "time slot")
     cells = []  # (rank, column, width, stage, kind, microbatch)
-    n_columns = 0
     for rank, row in enumerate(rows):
         column = 0
         for action in row:
             if not action:
                 column += 1
                 continue
-            match = re.fullmatch(r"(\d*)([A-Z_]+?)(\d*)", str(action))
-            if not match:
-                raise ValueError(f"an action is like 'F0' or '2B1'; rank {rank} has {action!r}")
-            width = (slots or {}).get(match[2], 1)
-            cells.append((rank, column, width, match[1], match[2], match[3]))
+            stage, kind, microbatch = _action(rank, action)
+            width = (slots or {}).get(kind, 1)
+            cells.append((rank, column, width, stage, kind, microbatch))
             column += width
-        n_columns = max(n_columns, column)
+    return _pipeline(cells, range(len(rows)), title, "time slot")
+
+
+def _action(rank: int, action: str) -> tuple[str, str, str]:
+    """(stage, kind, microbatch)"""
+    match = re.fullmatch(r"(\d*)([A-Z_]+?)(\d*)", str(action))
+    if not match:
+        raise ValueError(f"an action is like 'F0' or '2B1'; rank {rank} has {action!r}")
+    return match.groups()
+
+
+def _pipeline(
+    cells: list[tuple[int, float, float, str, str, str]], shown: Sequence[int], title: str, unit: str
+) -> Drawing:
+    """cells: (rank, begin, width, stage, kind, microbatch).   shown: the ranks that have a row."""
+    end = max(c[1] + c[2] for c in cells)
     kinds = list(dict.fromkeys(c[4] for c in cells))
     kinds.sort(key=lambda k: (list(ACTIONS).index(k) if k in ACTIONS else 9, k))
-    idle = 1 - sum(c[2] for c in cells) / max(1, len(rows) * n_columns)
-    size = min(0.4, (WIDTH - 0.9) / max(n_columns, 1))
-    height = max(size, 0.22)
-    alt = f"pipeline plan of {_ranks(len(rows))} in {n_columns} slots, {idle:.0%} bubble"
-    figure = new_figure(0.75 + height * len(rows) + 0.2 * bool(title), alt, max(5.0, size * n_columns + 0.9))
+    idle = 1 - sum(c[2] for c in cells) / (len(shown) * end)
+    if unit == "ms":
+        size, height = (WIDTH - 0.9) / end, 0.3
+        alt = f"pipeline of {_ranks(len(shown))} over {end:.0f} ms, {idle:.0%} bubble"
+    else:
+        size = min(0.4, (WIDTH - 0.9) / end)
+        height = max(size, 0.22)
+        alt = f"pipeline plan of {_ranks(len(shown))} in {end:g} slots, {idle:.0%} bubble"
+    figure = new_figure(0.75 + height * len(shown) + 0.2 * bool(title), alt, max(5.0, size * end + 0.9))
     ax = figure.add_subplot()
-    ax.add_patch(Rectangle((0, 0), n_columns, len(rows), facecolor=IDLE, edgecolor="none"))
-    own = [sorted({c[3] for c in cells if c[0] == i}, key=lambda s: int(s or 0)) for i in range(len(rows))]
+    ax.add_patch(Rectangle((0, 0), end, len(shown), facecolor=IDLE, edgecolor="none"))
+    own = {r: sorted({c[3] for c in cells if c[0] == r}, key=lambda s: int(s or 0)) for r in shown}
     by_colour: dict[str, list] = {}
-    for rank, column, width, stage, kind, microbatch in cells:
+    for rank, begin, width, stage, kind, microbatch in cells:
+        y = shown.index(rank)
         colour = _toned(ACTIONS.get(kind, GREY), own[rank].index(stage), upwards=kind == "F")
-        by_colour.setdefault(colour, []).append((column, column + width, rank + 0.04, rank + 0.96))
+        by_colour.setdefault(colour, []).append((begin, begin + width, y + 0.04, y + 0.96))
         text = microbatch or kind
         if text_width(text, 6) < size * width:
             points = next((s for s in (8.5, 7.5, 6.5) if text_width(text, s) + 0.03 < size * width), 6)
-            say(ax, column + width / 2, rank + 0.5, text, points, color=ink_on(colour), zorder=3)
+            say(ax, begin + width / 2, y + 0.5, text, points, color=ink_on(colour), zorder=3)
     for colour, boxes in by_colour.items():
         style = {"facecolor": colour, "edgecolor": "white", "linewidth": 0.7}
         ax.add_patch(PathPatch(boxes_path(boxes), zorder=2, **style))
-    ax.set(xlim=(0, n_columns), ylim=(len(rows), 0), xlabel="time slot")
-    ax.set_yticks([i + 0.5 for i in range(len(rows))], [f"rank {i}" for i in range(len(rows))])
+    ax.set(xlim=(0, end), ylim=(len(shown), 0), xlabel=unit)
+    ax.set_yticks([i + 0.5 for i in range(len(shown))], [f"rank {r}" for r in shown])
     ax.tick_params(axis="y", length=0)
     ax.spines[["left", "bottom"]].set_visible(False)
     handles = [Patch(facecolor=ACTIONS.get(k, GREY), label=ACTION_NAMES.get(k, k)) for k in kinds]
