@@ -500,24 +500,27 @@ def test_all_schedules_with(what):
 
 
 def test_torch_ddp_alone_lets_replicas_of_a_zero_bubble_drift():
-    """Why parts are taken out of DDP: pytorch#144530, still so. When this fails, torch has been repaired."""
+    """Why parts are taken out of DDP: pytorch#144530. When this fails, torch has been repaired."""
 
     def on_rank():
-        part = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)).double()
-        pp_torch = pp.pipelining
-        wrapped = nn.parallel.DistributedDataParallel(part)
-        group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        stage = pp_torch.PipelineStage(wrapped, 0, 1, torch.device("cpu"), group=group)
-        schedule = pp_torch.ScheduleInterleavedZeroBubble([stage], 2, lambda y, t: (y - t).square().sum())
-        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(dist.get_rank())).double()
-        with contextlib.suppress(RuntimeError):
-            schedule.step(x, target=x)
-        grad = part[0].weight.grad.clone()
-        both = [torch.empty_like(grad) for _ in range(2)]
-        dist.all_gather(both, grad)
-        return (both[0] - both[1]).norm().item()
+        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+        stage, dp = grid["pp"].get_local_rank(), grid["dp"]
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(dp.get_local_rank())).double()
+        drift = {}
+        for torch_class in (pp.pipelining.Schedule1F1B, pp.pipelining.ScheduleInterleavedZeroBubble):
+            part = nn.parallel.DistributedDataParallel(nn.Linear(4, 4).double(), process_group=dp.get_group())
+            native = pp.PipelineStage(part, stage, 2, torch.device("cpu"), group=grid["pp"].get_group())
+            native = native if torch_class is pp.pipelining.Schedule1F1B else [native]
+            schedule = torch_class(native, 2, lambda y, t: (y - t).square().sum())
+            schedule.step(*([x] if stage == 0 else []), target=x if stage == 1 else None)
+            grads = [torch.empty(4, 4).double() for _ in range(2)]
+            dist.all_gather(grads, part.module.weight.grad.contiguous(), group=dp.get_group())
+            drift[torch_class.__name__] = ((grads[0] - grads[1]).norm() / grads[0].norm()).item()
+        return stage, drift
 
-    assert min(launch(on_rank, ranks=2)) >= 0
+    for stage, drift in launch(on_rank, ranks=4):
+        assert drift["Schedule1F1B"] == 0
+        assert (drift["ScheduleInterleavedZeroBubble"] > 0.1) == (stage == 1), (stage, drift)
 
 
 def test_reentrant_checkpoints_do_not_leave_the_gradient_of_the_trial_run():
