@@ -101,9 +101,9 @@ def test_a_layout_that_does_not_fit_ends_before_a_group_is_made():
 # ------------------------------------------------------------------------------------------------- refusals
 
 REFUSED = [
-    ({"parallel": ParallelConfig(pp=2)}, 8, ["pp 2: not composed yet", "dp_replicate × dp_shard × tp", "8 ranks"]),
-    ({"parallel": ParallelConfig(cp=2, pp=2)}, 8, ["pp 2, cp 2: not composed yet"]),
-    ({"parallel": ParallelConfig(ep=2)}, 8, ["ep 2: not composed yet"]),
+    ({"parallel": ParallelConfig(pp=2)}, 8, ["1f1b on 2 ranks", "needs 2 microbatches or more, got 1"]),
+    ({"parallel": ParallelConfig(cp=3)}, 3, ["seq_len", "3 ranks"]),
+    ({"parallel": ParallelConfig(ep=2)}, 8, ["ep 2 spreads experts", "n_experts 0"]),
     ({"parallel": ParallelConfig(dp_shard=-1, tp=8)}, 4, ["tp 8", "4 ranks"]),
     ({"parallel": ParallelConfig(tp=4)}, 4, ["n_kv_heads 2", "4"]),
     ({"global_batch": 12}, 8, ["global_batch 12", "dp_shard 8 × accumulate 1 = 8", "use global_batch 16"]),
@@ -132,8 +132,8 @@ def test_refused_with_all_numbers(change, world_size, pieces):
 def test_refused_on_ranks_before_any_group_is_made():
     def ask():
         before = len(dist.distributed_c10d._world.pg_map)
-        with pytest.raises(ValueError, match="not composed yet"):
-            train(replace(CONFIG, parallel=ParallelConfig(cp=2)))
+        with pytest.raises(ValueError, match="needs 2 microbatches or more, got 1"):
+            train(replace(CONFIG, parallel=ParallelConfig(pp=2)))
         return len(dist.distributed_c10d._world.pg_map) - before
 
     assert launch(ask, ranks=2) == [0, 0]
@@ -241,11 +241,11 @@ def test_a_broken_number_stops_all_ranks_before_the_optimizer_step():
                 values.update({name: p.to_local().clone() for name, p in model.named_parameters()})
                 values["model"] = model
 
-        def clip(parameters, max_norm):  # the gradients of one rank overflow after a loss that is finite
+        def clip(parameters, max_norm, pp_mesh):  # the gradients of one rank overflow after a loss that is finite
             parameters = list(parameters)
             if where == "gradient norm" and dist.get_rank() == 1 and ("updated", 1) in moments:
                 parameters[-1].grad.to_local().mul_(math.inf)
-            return clip_grad_norm_(parameters, max_norm)
+            return clip_grad_norm_(parameters, max_norm, pp_mesh)
 
         minititan.train.clip_grad_norm_ = clip
         with pytest.raises(FloatingPointError) as error:
