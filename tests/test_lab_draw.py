@@ -409,6 +409,9 @@ def test_a_pipeline_is_drawn_alike_from_a_plan_and_from_a_run():
     assert "in 5 slots" in plan.alt and "over 50 ms" in timeline.alt
     boxes = [[p.get_path().vertices[:, 0].max() for p in f.axes[0].patches[1:]] for f in (plan, timeline)]
     assert [round(10 * x) for x in boxes[0]] == [round(x) for x in boxes[1]]
+    svg = ElementTree.fromstring(draw.plan_svg(slots, "two"))
+    texts = [e.text for e in svg.iter() if e.tag.endswith("text")]
+    assert {"two", "forward", "backward", "bubble 50.0%", "rank 1", "5 time slots"} <= set(texts)
     assert [t.get_text() for t in draw.timeline(run, ranks=[1]).axes[0].get_yticklabels()] == ["rank 1"]
 
 

@@ -65,6 +65,7 @@ __all__ = [
     "mesh",
     "parity",
     "plan",
+    "plan_svg",
     "rank_colour",
     "save",
     "shards",
@@ -856,6 +857,41 @@ def _pipeline(
     handles = [Patch(facecolor=ACTIONS.get(k, GREY), label=ACTION_NAMES.get(k, k)) for k in kinds]
     legend(figure, [*handles, Patch(facecolor=IDLE, label=f"bubble {idle:.0%}")], title)
     return figure
+
+
+def plan_svg(events: Sequence[tuple[int, str, float, float]], title: str = "") -> str:
+    """The picture of `plan` for a simulation, as SVG text and without matplotlib: quick enough for a slider."""
+    end, n_ranks = max(e[3] for e in events), 1 + max(e[0] for e in events)
+    idle = 1 - sum(b - a for *_, a, b in events) / (n_ranks * end)
+    size, row = min(26, 760 / end), 22
+    cells = [(rank, a, b - a, *_action(rank, name)) for rank, name, a, b in events]
+    own = {r: sorted({c[3] for c in cells if c[0] == r}, key=lambda s: int(s or 0)) for r in range(n_ranks)}
+    tones = {}
+    height = row * n_ranks + 44
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="840" height="{height}" font-family="sans-serif" font-size="11">'
+    ]
+    out += [f'<rect x="56" y="24" width="{size * end:.1f}" height="{row * n_ranks}" fill="{IDLE}"/>']
+    kinds = [k for k in ACTIONS if any(c[4] == k for c in cells)]
+    labels = [(ACTIONS[k], ACTION_NAMES[k]) for k in kinds] + [(IDLE, f"bubble {idle:.1%}")]
+    for i, (colour, label) in enumerate(labels):
+        x = 360 + 112 * (i - len(labels) + 3)
+        out.append(
+            f'<rect x="{x}" y="4" width="11" height="11" fill="{colour}"/><text x="{x + 15}" y="14">{label}</text>'
+        )
+    out.append(f'<text x="56" y="14" font-weight="bold">{title}</text>')
+    out += [f'<text x="8" y="{39 + row * r}">rank {r}</text>' for r in range(n_ranks)]
+    for rank, begin, width, stage, kind, microbatch in cells:
+        key = kind, own[rank].index(stage)
+        if key not in tones:
+            tones[key] = _toned(ACTIONS.get(kind, GREY), key[1], upwards=kind == "F")
+        x, y, w = 56 + size * begin, 25 + row * rank, size * width
+        out.append(f'<rect x="{x:.1f}" y="{y}" width="{w - 0.7:.1f}" height="{row - 2}" fill="{tones[key]}"/>')
+        if w > 7 * len(microbatch) + 2:
+            ink = ink_on(tones[key])
+            out.append(f'<text x="{x + w / 2:.1f}" y="{y + 14}" text-anchor="middle" fill="{ink}">{microbatch}</text>')
+    out.append(f'<text x="56" y="{height - 4}">{end:g} time slots</text></svg>')
+    return "".join(out)
 
 
 def _toned(colour: str, chunk: int, upwards: bool) -> str:

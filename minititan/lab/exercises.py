@@ -967,6 +967,184 @@ def _(answer):
     return Right(f"right, with 3 messages and in {seconds * 1e3:.0f} ms; one after the other takes {serial * 1e3:.0f}")
 
 
+# === 09 pipeline ===============================================================================================
+
+
+def _run_pipeline(rows: list[list[str]], costs: dict[str, int]) -> tuple[int, list[int]]:
+    """Rows of "F0", "B0", "I0", "W0", a row a rank -> when all are done, and by rank the most microbatches held.
+
+    A sentence instead of numbers where that cannot run: an action missing, twice, unknown, or waited for in vain.
+    """
+    p = len(rows)
+    microbatches = {a[1:] for row in rows for a in row}
+    for rank, row in enumerate(rows):
+        for k in sorted(microbatches, key=int):
+            kinds = [a[0] for a in row if a[1:] == k]
+            if sorted(kinds) not in (["B", "F"], ["F", "I", "W"]):
+                found = " ".join(f"{kind}{k}" for kind in kinds) or "nothing"
+                return f"rank {rank} has {found} of microbatch {k}; that takes F and B, or F, I and W, once each"
+    done, free, held, peak = {}, [0] * p, [0] * p, [0] * p
+    rows = [list(row) for row in rows]
+    while any(rows):
+        moved = False
+        for rank, row in enumerate(rows):
+            while row:
+                kind, k = row[0][0], row[0][1:]
+                needs = {"F": [(rank - 1, "F", k)] if rank else [], "W": [(rank, "I", k)]}.get(kind, [(rank, "F", k)])
+                if kind in "BI" and rank < p - 1:
+                    needs = [*needs, (rank + 1, "I", k)]
+                if any(need not in done for need in needs):
+                    break
+                free[rank] = max([free[rank], *(done[need] for need in needs)]) + costs[kind]
+                done[rank, "I" if kind == "B" else kind, k] = free[rank]
+                held[rank] += {"F": 1, "B": -1, "I": 0, "W": -1}[kind]
+                peak[rank] = max(peak[rank], held[rank])
+                row.pop(0)
+                moved = True
+        if not moved:
+            return f"the ranks wait for each other for ever, at {[row[0] if row else 'the end' for row in rows]}"
+    return max(free), peak
+
+
+@exercise("09.least_microbatches", hint="solve (p-1) / (m + p-1) <= bubble for m; and what does 1F1B ask for besides?")
+def _(answer):
+    for p, bubble, m in ((4, 1 / 4, 9), (8, 1 / 8, 49), (16, 1 / 16, 225), (4, 1 / 2, 4), (2, 1 / 2, 2)):
+        got = ask(answer, p, bubble)
+        if got == (p - 1) / bubble and got != m:
+            return (
+                f"{p} ranks, at most {bubble:.1%}: {got:g} counts the bubble against the work, not against all the time"
+            )
+        if got < p:
+            return f"{p} ranks, at most {bubble:.1%}: {got} would be enough, but 1F1B needs a microbatch for each stage"
+        said = compare(got, m)
+        if not isinstance(said, Right):
+            return f"{p} ranks, at most {bubble:.1%}: {said}"
+    return Right("5 of 5 right")
+
+
+@exercise("09.order", hint="p - 1 - rank forwards to warm up, then forward and backward in turn, then what is left")
+def _(answer):
+    for p, m in ((4, 8), (3, 3), (2, 5), (1, 2)):
+        rows = [list(ask(answer, rank, p, m)) for rank in range(p)]
+        if wrong := [a for row in rows for a in row if not (isinstance(a, str) and a[:1] in "FB" and a[1:].isdigit())]:
+            return f"an action is a text such as 'F0' or 'B0', not {_short(wrong[0])}"
+        found = _run_pipeline(rows, {"F": 1, "B": 2})
+        if isinstance(found, str):
+            return f"{p} ranks, {m} microbatches: {found}"
+        end, peak = found
+        if any(len(row) != 2 * m for row in rows):
+            return f"{p} ranks, {m} microbatches: a row has {2 * m} actions, not {[len(row) for row in rows]}"
+        if end > 3 * (m + p - 1):
+            return f"{p} ranks, {m} microbatches: it takes {end} slots; {3 * (m + p - 1)} are possible"
+        if peak != [min(m, p - rank) for rank in range(p)]:
+            return f"{p} ranks, {m} microbatches: ranks hold up to {peak}; 1F1B holds {[p - r for r in range(p)]}"
+    return Right("in order, in the least time, holding the least")
+
+
+@exercise("09.tied", hint="each end sends its own and receives the other's; who is in the middle does nothing")
+def _(answer):
+    from minititan.lab.launch import launch
+    from minititan.lab.trace import recording
+
+    def given(rank):
+        return torch.arange(12.0, dtype=torch.float64).view(4, 3) * (1 if rank == 0 else 10)
+
+    def on_rank():
+        import torch.distributed as dist
+
+        rank, n = dist.get_rank(), dist.get_world_size()
+        with recording() as events:
+            out = answer(given(rank) if rank in (0, n - 1) else None)
+        return out, sum(e.n_bytes for e in events if e.lane == "communication" and e.name != "recv")
+
+    results = launch(on_rank, ranks=4, device="cpu", timeout=20)
+    if all(out is None for out, _ in results):
+        raise NotSolvedYet
+    ends = {"the first": results[0][0], "the last": results[3][0]}
+    for name, got in ends.items():
+        if got is None:
+            return f"{name} rank got nothing"
+        said = compare(got, given(0) + given(3))
+        if not isinstance(said, Right):
+            return f"{name} rank: {said}"
+    if busy := [rank for rank in (1, 2) if results[rank][1]]:
+        return f"right at both ends, but ranks {busy} send {results[busy[0]][1]} bytes each: they have no part in it"
+    return Right(f"right at both ends, {results[0][1]} bytes sent by each of them and nothing by others")
+
+
+# === 10 zero bubble ============================================================================================
+
+
+@exercise(
+    "10.split", hint="backward returns dy @ weight now; the function on the list adds dyᵀ x to weight.grad, later"
+)
+def _(answer):
+    torch.manual_seed(0)
+    weight, later = torch.randn(5, 3, dtype=torch.float64, requires_grad=True), []
+    expected = torch.zeros_like(weight)
+    for microbatch in range(2):
+        x, dy = torch.randn(2, 4, 3, dtype=torch.float64), torch.randn(2, 4, 5, dtype=torch.float64)
+        x.requires_grad_()
+        y = ask(answer, x, weight, later)
+        said = compare(y, x @ weight.T)
+        if not isinstance(said, Right):
+            return f"forward: {said}"
+        y.backward(dy)
+        if x.grad is None:
+            return "backward left no gradient of x, for which the previous rank waits"
+        said = compare(x.grad, dy @ weight)
+        if not isinstance(said, Right):
+            return f"the gradient of x: {said}"
+        if weight.grad is not None:
+            return "backward computed the weight's gradient too: that was to be left for later"
+        if len(later) != microbatch + 1:
+            return f"after {microbatch + 1} backwards the list has {len(later)} entries"
+        expected += dy.flatten(0, 1).T @ x.detach().flatten(0, 1)
+    for function in later:
+        function()
+    if weight.grad is None:
+        return "the functions on the list left no gradient of the weight"
+    said = compare(weight.grad, expected)
+    last = dy.flatten(0, 1).T @ x.detach().flatten(0, 1)
+    if isinstance(compare(weight.grad, last), Right):
+        return "the second microbatch's gradient took the place of the first one's: they add up"
+    return Right("input gradients at once, the sum of both weight gradients later") if isinstance(said, Right) else said
+
+
+@exercise(
+    "10.when", hint="rank r may owe r weight gradients while forwards are left; then one after each I, then the rest"
+)
+def _(answer):
+    for p, m in ((4, 8), (3, 6), (2, 4)):
+        rows = []
+        for rank in range(p):
+            warm, row = min(m, p - 1 - rank), [f"F{k}" for k in range(min(m, p - 1 - rank))]
+            row += [a for k in range(warm, m) for a in (f"F{k}", f"I{k - warm}")]
+            row += [f"I{k}" for k in range(m - warm, m)]
+            got = list(ask(answer, row.copy(), rank, p))
+            if [a for a in got if a[0] != "W"] != row:
+                return f"rank {rank} of {p}: forwards and input gradients must stay as they are, only W is to be put in"
+            rows.append(got)
+        found = _run_pipeline(rows, {"F": 1, "I": 1, "W": 1})
+        if isinstance(found, str):
+            return f"{p} ranks, {m} microbatches: {found}"
+        end, peak = found
+        if max(peak) > p:
+            return f"{p} ranks, {m} microbatches: ranks hold up to {peak} microbatches; {p} are allowed"
+        if end > 3 * m + p - 1:
+            return f"{p} ranks, {m} microbatches: it takes {end} slots, 1F1B {3 * (m + p - 1)}; {3 * m + p - 1} are possible"
+    return Right("no slower than ZB-H1, and holding no more than 1F1B")
+
+
+exercise(
+    "10.idle",
+    on_calls(
+        [((4, 1, 1, 1), 3.0), ((4, 1, 1, 0.5), 4.5), ((2, 2, 1, 1), 2.0), ((8, 1, 2, 3), 14.0), ((4, 1, 1, 2), 3.0)]
+    ),
+    hint="the last rank starts (p-1) F late, and meanwhile only W can be moved there; no W hides the way back of I",
+)
+
+
 # === 11 context parallel =======================================================================================
 
 
