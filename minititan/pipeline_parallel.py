@@ -425,7 +425,7 @@ class _LineByHand:
         self.stage, self.inputs, self.targets, self.loss_fn = stage, inputs, targets, loss_fn
         self.hidden, self.watch, self.split = hidden, watch, split
         self.m = len(inputs)
-        self.kept, self.losses, self.n_weights = {}, [], 0
+        self.kept, self.losses, self.leaving, self.n_weights = {}, [], {}, 0
 
     def forward(self, k: int, x: Tensor | None) -> Tensor:
         with self.watch(f"{self.rank}F{k}"):
@@ -457,22 +457,32 @@ class _LineByHand:
         return self.exchange(self.rank + 1, **messages)
 
     def exchange(self, peer: int, send: Tensor | None = None, receive: bool = False) -> Callable[[], Tensor | None]:
-        """Starts both together: of two neighbours that each send first, none would ever receive. -> call it to wait."""
+        """Starts both together: of two neighbours that each send first, none would ever receive. -> call it to wait for
+        what arrives. For what leaves nobody waits before the next message that way."""
         received, operations = None, []
         if 0 <= peer < self.p and send is not None:
+            if peer in self.leaving:
+                self.leaving.pop(peer)[1].wait()
             message = send.detach().contiguous()
             operations.append(dist.P2POp(dist.isend, message, group=self.group, group_peer=peer))
         if 0 <= peer < self.p and receive:
             received = torch.empty_like(self.hidden)
             operations.append(dist.P2POp(dist.irecv, received, group=self.group, group_peer=peer))
         works = dist.batch_isend_irecv(operations) if operations else []
+        if len(operations) > (received is not None):
+            self.leaving[peer] = message, works[0]
 
         def wait() -> Tensor | None:
-            for work in works:
-                work.wait()
+            if received is not None:
+                works[-1].wait()
             return received
 
         return wait
+
+    def finish(self) -> list[Tensor]:
+        for _, work in self.leaving.values():
+            work.wait()
+        return self.losses
 
 
 def gpipe_by_hand(
@@ -494,12 +504,12 @@ def gpipe_by_hand(
     # 1. Fill: every microbatch goes through, and what its backward needs stays here
     for k in range(line.m):
         y = line.forward(k, line.previous(receive=True)())
-        line.next(send=y)()
+        line.next(send=y)
     # 2. Drain
     for k in range(line.m):
         dx = line.backward(k, line.next(receive=True)())
-        line.previous(send=dx)()
-    return line.losses
+        line.previous(send=dx)
+    return line.finish()
 
 
 def one_f_one_b_by_hand(
@@ -522,7 +532,7 @@ def one_f_one_b_by_hand(
     # 1. Warm up: one forward for each rank behind this one
     for k in range(n_warm_up):
         y = line.forward(k, line.previous(receive=True)())
-        line.next(send=y)()
+        line.next(send=y)
     # 2. Steady: an activation goes forward as a gradient comes back, so what is held does not grow
     x = line.previous(receive=n_warm_up < line.m)()
     for k in range(n_warm_up, line.m):
@@ -534,11 +544,10 @@ def one_f_one_b_by_hand(
     # 3. Cool down: the backwards that are left, and weight gradients in the holes between them
     for k in range(line.m - n_warm_up, line.m):
         dx = line.backward(k, line.next(receive=True)())
-        leaving = line.previous(send=dx)
+        line.previous(send=dx)
         line.weights(keep=max(0, len(split.pending) - 1) if split else 0)
-        leaving()
     line.weights()
-    return line.losses
+    return line.finish()
 
 
 # ---- native ---------------------------------------------------------------------------------------------------
