@@ -739,6 +739,8 @@ def build_schedule(
     else:
         kind = SCHEDULES[schedule]
         native = kind.torch_class(mine[0] if kind.most == 1 else mine, m, loss_fn, scale_grads=False)
+        if schedule == "dualpipev":  # torch's pairs of F and B send after both; one by one, half of the bubble is left
+            native._prepare_schedule_with_comms(dict(enumerate([*map(_Action.from_str, row)] for row in rows)))
     return Pipeline(native, _forward_only(stages(), placement, m), parts, replicas, loss_fn, rows)
 
 

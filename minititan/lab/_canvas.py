@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
@@ -96,14 +97,20 @@ def _shown_width(figure: Figure) -> int:
 
 
 def _png(figure: Figure, dpi: int) -> bytes:
-    """Few flat colours: a palette makes it a third of the size of a true-colour PNG."""
+    """Few flat colours: a palette of the most frequent, each exact, makes it a third of the size of a true-colour PNG."""
     from PIL import Image
 
     with matplotlib.rc_context(_STYLE):
         raw = io.BytesIO()
         figure.savefig(raw, format="png", dpi=dpi)
     out = io.BytesIO()
-    image = Image.open(raw).convert("RGB").quantize(96, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    pixels = np.asarray(Image.open(raw).convert("RGB"), dtype=np.int32)
+    codes, where, counts = np.unique(pixels @ (65536, 256, 1), return_inverse=True, return_counts=True)
+    colours = np.stack([codes >> 16, codes >> 8 & 255, codes & 255], 1)
+    palette = colours[np.argsort(-counts, kind="stable")[:96]]
+    nearest = np.square(colours[:, None] - palette).sum(2).argmin(1).astype(np.uint8)
+    image = Image.fromarray(nearest[where].reshape(pixels.shape[:2]), mode="P")
+    image.putpalette(palette.astype(np.uint8).tobytes())
     image.save(out, format="png", optimize=True)
     return out.getvalue()
 
