@@ -17,7 +17,9 @@ over its ranks, so the share is multiplied by their number before backward. Noth
 
 Everything shown is global: the loss is summed over the ranks that hold different tokens, the norm over all shards.
 Every layout starts from the same weights (meta_init) and reads the same rows (data), so all layouts give one curve.
-pp, cp and ep are not composed yet and are refused by name.
+
+From top to bottom: the configuration; `parallelize`, the order in which techniques compose; `check`, what cannot work;
+`Job`, what one rank trains and how it goes forward and backward; `train`, the loop; the command line.
 """
 
 import argparse
@@ -43,6 +45,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from tqdm import tqdm
 
 from minititan.activation_checkpoint import SAVED, SUMS, apply_activation_checkpoint
+from minititan.async_tensor_parallel import apply_async_tensor_parallel, check_async_tensor_parallel
 from minititan.context_parallel import apply_context_parallel, check_context_parallel, shard_sequence
 from minititan.data import ByteCorpus, batches
 from minititan.expert_parallel import (
@@ -51,6 +54,7 @@ from minititan.expert_parallel import (
     shard_experts,
     update_expert_bias,
 )
+from minititan.float8 import convert_to_float8, scales_once_a_step, send_float8_as_bytes
 from minititan.fsdp import apply_fsdp
 from minititan.grad_clip import clip_grad_norm_
 from minititan.meta_init import materialize, on_meta
@@ -59,9 +63,11 @@ from minititan.model import PRESETS, ModelConfig, Transformer
 from minititan.optimizer import build_adamw, warmup_stable_decay
 from minititan.parallel_dims import ParallelDims
 from minititan.pipeline_parallel import SCHEDULES, build_schedule, check_pipeline_parallel, split_model, stages_of_ranks
+from minititan.regional_compile import compile_blocks
 from minititan.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
 
 IGNORE = -100  # a target that is no token: padding
+NOT_IN_FLOAT8 = ("output", "gate")  # whose rounding would go straight into the loss, or into the choice of experts
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,10 @@ class TrainConfig:
     cp_method: Literal["ring", "all_gather", "ulysses"] = "ring"  # with cp
     sequence_parallel: bool = False  # with tp: norms and residuals on 1/tp of the tokens; tp divides seq_len
     loss_parallel: bool = False  # with tp: the loss of logits that stay cut by vocabulary
+    async_tensor_parallel: bool = False  # with tp: sequence parallel whose messages travel while chunks are multiplied
+    float8: Literal["none", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "none"  # linears but output and routers
+    float8_all_gather: bool = False  # FSDP gathers tensorwise float8 weights in 8 bits
+    compile: Literal["none", "inductor", "aot_eager"] = "none"  # each block, and the loss; aot_eager traces only
     activation_checkpoint: Literal["none", "full", "every_other", "per_op"] = "none"  # what backward computes again
     eval_batches: int = 4  # held-back batches, read before the first and after the last step
     log_every: int = 10  # steps between lines, where there is no terminal for a bar; 0: no lines
@@ -130,12 +140,17 @@ class TrainResult:
 def parallelize(model: nn.Module, dims: ParallelDims, config: TrainConfig) -> nn.Module:
     """The whole order of composition, on a model on meta, in place.
 
-    Tensor parallel is first, because it replaces the weights that all others wrap; experts and context parallel replace
-    what lies between those. Activation checkpointing wraps the blocks that they have left. FSDP is last, because it cuts
-    what is on a rank, module by module as it finds them. A pipeline stage keeps its parameters gathered: many microbatches are under way at once.
+    float8 is first: it replaces linear layers. Tensor parallel cuts their weights, which all others wrap; experts and
+    context parallel replace what lies between those. Activation checkpointing wraps the blocks that they have left, and
+    compile makes one graph of each. FSDP is last, because it cuts what is on a rank, module by module as it finds them.
+    A pipeline stage keeps its parameters gathered: many microbatches are under way at once.
     """
     tp_mesh = dims.axis("tp") if dims.tp > 1 else None
-    if tp_mesh:
+    if config.float8 != "none":
+        convert_to_float8(model, config.float8, NOT_IN_FLOAT8, config.float8_all_gather, tp=dims.tp)
+    if tp_mesh and config.async_tensor_parallel:
+        apply_async_tensor_parallel(model, tp_mesh, config.loss_parallel)
+    elif tp_mesh:
         flags = {"sequence_parallel": config.sequence_parallel, "loss_parallel": config.loss_parallel}
         apply_tensor_parallel(model, tp_mesh, **flags)
     if dims.ep > 1:
@@ -145,6 +160,8 @@ def parallelize(model: nn.Module, dims: ParallelDims, config: TrainConfig) -> nn
     if config.activation_checkpoint != "none":
         in_tiles = dims.cp > 1 and config.cp_method != "ulysses"
         apply_activation_checkpoint(model, config.activation_checkpoint, save=SUMS if in_tiles else SAVED)
+    if config.compile != "none":
+        compile_blocks(model, backend=config.compile)
     compute_dtype = getattr(torch, config.compute_dtype) if config.compute_dtype else None
     if dims.size("hsdp") > 1 or dims.ep > 1 or compute_dtype:
         replicated = "hsdp" if dims.dp_replicate > 1 else "fsdp"
@@ -153,6 +170,8 @@ def parallelize(model: nn.Module, dims: ParallelDims, config: TrainConfig) -> nn
             shard_experts(model, dims.axis(f"e{replicated}"), **(options if compute_dtype else {}))
         reshard = False if dims.pp > 1 else None
         apply_fsdp(model, dims.axis(replicated), param_dtype=compute_dtype, reshard_after_forward=reshard)
+        if config.float8_all_gather:
+            send_float8_as_bytes(model)
     return model
 
 
@@ -160,31 +179,7 @@ def check(config: TrainConfig, world_size: int) -> ParallelDims:
     """The layout on world_size ranks, or a ValueError that says why not. Makes no group and allocates nothing."""
     model, dims = config.model, ParallelDims(**asdict(config.parallel), world_size=world_size)
     if dims.pp > 1:
-        rows = config.global_batch // dims.size("dp")
-        check_pipeline_parallel(
-            config.schedule, dims.pp, config.accumulate, config.stages_per_rank, model.n_layers, rows
-        )
-        whole = ", ".join(name for name, kind in SCHEDULES.items() if not kind.splits_backward)
-        if config.activation_checkpoint == "per_op" and SCHEDULES[config.schedule].splits_backward:
-            raise ValueError(
-                f"schedule {config.schedule} goes backward twice through a graph, and activation_checkpoint per_op allows "
-                f"one pass: take full or every_other, or use one of {whole}"
-            )
-        if model.n_experts and SCHEDULES[config.schedule].splits_backward:
-            raise ValueError(
-                f"schedule {config.schedule} splits backward, and {model.n_experts} experts, sharded apart, would miss the "
-                f"half with their gradients: use one of {whole}"
-            )
-        if config.sequence_parallel and dims.tp > 1 and dims.cp > 1:
-            raise ValueError(
-                f"pp {dims.pp} × cp {dims.cp} × tp {dims.tp} with sequence_parallel: a stage gets 1/tp of this rank's tokens "
-                "and cannot tell where they stand in a sequence that cp has cut too; leave out one of the four"
-            )
-        if model.tied:
-            raise ValueError(
-                f"tied=True makes one matrix of the embedding, on the first of {dims.pp} stages, and of the output, on the "
-                "last: take tied=False, or pp 1"
-            )
+        _check_pipeline(config, dims)
     if model.n_experts:
         check_expert_parallel(dims.ep, model.n_experts, dims.tp, config.seq_len // dims.cp)
         if dims.tp > 1 and dims.ep == 1:
@@ -212,7 +207,76 @@ def check(config: TrainConfig, world_size: int) -> ParallelDims:
         raise ValueError(f"seq_len {config.seq_len} exceeds model.max_seq_len {model.max_seq_len}: change one")
     if model.vocab_size < ByteCorpus.vocab_size:
         raise ValueError(f"model.vocab_size {model.vocab_size} must be {ByteCorpus.vocab_size} or more: bytes")
+    _check_pairs(config, dims, cut_seq_len)
     return dims
+
+
+def _check_pipeline(config: TrainConfig, dims: ParallelDims) -> None:
+    model, splits = config.model, SCHEDULES.get(config.schedule, SCHEDULES["1f1b"]).splits_backward
+    rows = config.global_batch // dims.size("dp")
+    check_pipeline_parallel(config.schedule, dims.pp, config.accumulate, config.stages_per_rank, model.n_layers, rows)
+    whole = ", ".join(name for name, kind in SCHEDULES.items() if not kind.splits_backward)
+    if config.activation_checkpoint == "per_op" and splits:
+        raise ValueError(
+            f"schedule {config.schedule} goes backward twice through a graph, and activation_checkpoint per_op allows "
+            f"one pass: take full or every_other, or use one of {whole}"
+        )
+    if config.compile != "none" and splits:
+        raise ValueError(
+            f"schedule {config.schedule} splits backward, and compile {config.compile} makes one piece of each block's: "
+            f"use one of {whole}"
+        )
+    if model.n_experts and splits:
+        raise ValueError(
+            f"schedule {config.schedule} splits backward, and {model.n_experts} experts, sharded apart, would miss the "
+            f"half with their gradients: use one of {whole}"
+        )
+    if (config.sequence_parallel or config.async_tensor_parallel) and dims.tp > 1 and dims.cp > 1:
+        raise ValueError(
+            f"pp {dims.pp} × cp {dims.cp} × tp {dims.tp} with sequence_parallel: a stage gets 1/tp of this rank's tokens "
+            "and cannot tell where they stand in a sequence that cp has cut too; leave out one of the four"
+        )
+    if model.tied:
+        raise ValueError(
+            f"tied=True makes one matrix of the embedding, on the first of {dims.pp} stages, and of the output, on the "
+            "last: take tied=False, or pp 1"
+        )
+
+
+def _check_pairs(config: TrainConfig, dims: ParallelDims, cut_seq_len: int) -> None:
+    """async_tensor_parallel, float8 and compile, each beside the others."""
+    model = config.model
+    if config.async_tensor_parallel and dims.tp > 1:
+        sizes = {name: getattr(model, name) for name in ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")}
+        check_async_tensor_parallel(dims.tp, **sizes, seq_len=cut_seq_len)
+        others = {"float8": config.float8 != "none", f"{model.n_experts} experts": bool(model.n_experts)}
+        if refused := [name for name, there in others.items() if there]:
+            raise ValueError(
+                f"async_tensor_parallel multiplies by the rows of dense matrices itself, so tp {dims.tp} with "
+                f"{' and '.join(refused)} would drop them: use sequence_parallel"
+            )
+    if config.float8 != "none":
+        rows = config.global_batch // (dims.size("dp") * config.accumulate)
+        if (tokens := rows * cut_seq_len) % 16:
+            raise ValueError(
+                f"float8 sums over the tokens of a microbatch in steps of 16, and {rows} sequences × {cut_seq_len} tokens "
+                f"are {tokens}: change seq_len, global_batch or accumulate"
+            )
+        if config.float8_all_gather and dims.size("hsdp") == 1:
+            raise ValueError(
+                "float8_all_gather is about what FSDP gathers, and dp_replicate × dp_shard × cp is 1: leave it out"
+            )
+        on_meta(lambda: convert_to_float8(
+            Transformer(model), config.float8, NOT_IN_FLOAT8, config.float8_all_gather, tp=dims.tp
+        ))  # fmt: skip
+    elif config.float8_all_gather:
+        raise ValueError("float8_all_gather gathers what float8 has made, and float8 is 'none': set it to 'tensorwise'")
+    split = {"tp": dims.tp, "cp": dims.cp, "ep": dims.ep}
+    if config.compile != "none" and (axes := [f"{name} {n}" for name, n in split.items() if n > 1]):
+        raise ValueError(
+            f"compile {config.compile} makes one graph of a block, and with {' × '.join(axes)} its ranks talk inside of it: "
+            "compile with dp_replicate, dp_shard and pp, or leave it out"
+        )
 
 
 def lr_at(step: int, config: TrainConfig) -> float:
@@ -242,6 +306,106 @@ def check_finite(step: int, config: TrainConfig, losses: list[float], **values: 
             )
 
 
+class Job:
+    """What one rank trains: its parts of the model, their optimizer, and a step's way forward and backward.
+
+    make_real: what gives the parts on meta their values, as `materialize(part, device, seed)`.
+    """
+
+    def __init__(self, config: TrainConfig, dims: ParallelDims, device: torch.device, make_real=materialize):
+        self.config, self.dims, self.device = config, dims, device
+        self.loss_group = dims.axis("loss").get_group()
+        self.n_averaged = dims.size("hsdp")  # FSDP takes the mean gradient over these ranks; times this it is the sum
+        self.corpus_rank = dims.axis("dp").get_local_rank(), dims.size("dp")
+
+        model = on_meta(lambda: Transformer(config.model).to(getattr(torch, config.dtype)))
+        self.n_parameters = sum(p.numel() for p in model.parameters())
+        self.parts = [model]  # of a pipeline: this rank's stages
+        if dims.pp > 1:
+            placement = stages_of_ranks(config.schedule, dims.pp, config.stages_per_rank)
+            n_stages = sum(map(len, placement))
+            self.parts = [split_model(model, n_stages, stage) for stage in placement[dims.axis("pp").get_local_rank()]]
+        for part in self.parts:
+            parallelize(part, dims, config)
+            make_real(part, device, config.seed)
+        self.parameters = [p for part in self.parts for p in part.parameters()]
+        self.optimizer = build_adamw(self.parameters, lr=config.lr, weight_decay=config.weight_decay)
+        for part in self.parts if config.float8_all_gather else ():
+            scales_once_a_step(part, self.optimizer)
+        modules = [module for part in self.parts for module in part.modules()]
+        self.routers = [module for module in modules if hasattr(module, "sequence_weight")]
+        for router in self.routers:
+            router.sequence_weight = self.n_averaged / config.global_batch
+
+        compiles = config.compile != "none" and not config.loss_parallel
+        self.loss_sum = torch.compile(cross_entropy_sum, backend=config.compile) if compiles else cross_entropy_sum
+        self.pipeline, self.stage_inputs = None, {}
+        if dims.pp > 1:
+            if dims.cp == 1:  # sequence parallel stages cannot count the tokens; with cp a hook knows the places
+                self.stage_inputs["positions_T"] = torch.arange(config.seq_len, device=device)
+            axis = dims.axis("pp")
+            self.pipeline = build_schedule(self.parts, config.schedule, config.accumulate, self.loss_share, axis)
+
+    def loss_share(self, logits_BTV: Tensor, targets_BT: Tensor, divisor: Tensor | int = 1) -> Tensor:
+        return self.loss_sum(logits_BTV, targets_BT) / divisor
+
+    def microbatches(self, text: ByteCorpus, step: int) -> list[tuple[Tensor, Tensor]]:
+        """This rank's (tokens_BT, targets_BT) of one step."""
+        config = self.config
+        rows = batches(text, config.global_batch, config.seq_len, step, *self.corpus_rank, config.seed)
+        if self.dims.cp > 1:
+            rows = [shard_sequence(x_BT, self.dims.axis("cp")) for x_BT in rows]
+        n_pieces = 1 if self.pipeline else config.accumulate  # a pipeline cuts them itself
+        return list(zip(*(x_BT.to(self.device).chunk(n_pieces) for x_BT in rows), strict=True))
+
+    def forward_backward(self, pieces: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Leaves the gradients of one step in the parameters; returns its global loss, float64."""
+        with loss_parallel():  # of logits that are DTensors, others take the plain way
+            n_valid = sum((targets_BT != IGNORE).sum() for _, targets_BT in pieces)
+            dist.all_reduce(n_valid, group=self.loss_group)
+            divisor = n_valid.double() / self.n_averaged  # int / int would be float32
+            loss = torch.zeros((), dtype=torch.float64, device=self.device)
+            for left, (tokens_BT, targets_BT) in zip(reversed(range(len(pieces))), pieces, strict=True):
+                if self.pipeline:
+                    loss += self.pipeline.step(tokens_BT, targets_BT, {"divisor": divisor}, **self.stage_inputs)
+                    continue
+                (model,) = self.parts
+                if isinstance(model, FSDPModule):
+                    model.set_is_last_backward(left == 0)
+                    model.set_requires_all_reduce(left == 0)  # to shards each time, across replicas once
+                share = self.loss_share(model(tokens_BT), targets_BT, divisor)
+                share.backward()
+                loss += share.detach()
+            loss /= self.n_averaged
+            dist.all_reduce(loss, group=self.loss_group)
+            return loss
+
+    @torch.no_grad()
+    def held_back_loss(self, corpus: ByteCorpus) -> float:
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        with loss_parallel():
+            for i in range(self.config.eval_batches):
+                for tokens_BT, targets_BT in self.microbatches(corpus.held_back, i):
+                    total[0] += (
+                        self.pipeline.eval(tokens_BT, targets_BT, **self.stage_inputs)
+                        if self.pipeline
+                        else self.loss_share(self.parts[0](tokens_BT), targets_BT)
+                    )
+                    total[1] += (targets_BT != IGNORE).sum()
+        dist.all_reduce(total, group=self.loss_group)
+        return (total[0] / total[1]).item()
+
+    def update(self, lr: float) -> None:
+        """One optimizer step on the gradients that are there, which it drops; then experts' biases."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.routers:
+            spread = [self.dims.axis("loss"), *([self.dims.axis("tp")] if self.dims.tp > 1 else [])]
+            update_expert_bias(nn.ModuleList(self.parts), *spread)
+
+
 Watch = Callable[[str, int, nn.Module], object]
 
 
@@ -258,86 +422,13 @@ def train(config: TrainConfig, watch: Watch = lambda *_: None) -> TrainResult:
     on_gpu = "nccl" in dist.get_backend_config()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     dims.build_mesh(device.type)
-    loss_group = dims.axis("loss").get_group()
-    dp_rank, dp_size = dims.axis("dp").get_local_rank(), dims.size("dp")
-    n_averaged = dims.size("hsdp")  # FSDP takes the mean gradient over these ranks; times this it is the sum
-
-    model = on_meta(lambda: Transformer(config.model).to(getattr(torch, config.dtype)))
-    n_parameters = sum(p.numel() for p in model.parameters())
-    parts = [model]  # of a pipeline: this rank's stages
-    if dims.pp > 1:
-        placement = stages_of_ranks(config.schedule, dims.pp, config.stages_per_rank)
-        n_stages = sum(map(len, placement))
-        parts = [split_model(model, n_stages, stage) for stage in placement[dims.axis("pp").get_local_rank()]]
-    for part in parts:
-        parallelize(part, dims, config)
-        materialize(part, device, config.seed)
-    parameters = [p for part in parts for p in part.parameters()]
-    optimizer = build_adamw(parameters, lr=config.lr, weight_decay=config.weight_decay)
-    routers = [module for part in parts for module in part.modules() if hasattr(module, "sequence_weight")]
-    for router in routers:
-        router.sequence_weight = n_averaged / config.global_batch
-
-    def loss_share(logits_BTV: Tensor, targets_BT: Tensor, divisor: Tensor | int = 1) -> Tensor:
-        return cross_entropy_sum(logits_BTV, targets_BT) / divisor
-
-    pipeline, stage_inputs = None, {}
-    if dims.pp > 1:
-        if dims.cp == 1:  # sequence parallel stages cannot count the tokens; with cp a hook knows the places
-            stage_inputs["positions_T"] = torch.arange(config.seq_len, device=device)
-        pipeline = build_schedule(parts, config.schedule, config.accumulate, loss_share, dims.axis("pp"))
-
-    def microbatches(text: ByteCorpus, step: int) -> list[tuple[Tensor, Tensor]]:
-        """This rank's (tokens_BT, targets_BT) of one step."""
-        rows = batches(text, config.global_batch, config.seq_len, step, dp_rank, dp_size, config.seed)
-        if dims.cp > 1:
-            rows = [shard_sequence(x_BT, dims.axis("cp")) for x_BT in rows]
-        n_pieces = 1 if pipeline else config.accumulate  # a pipeline cuts them itself
-        return list(zip(*(x_BT.to(device).chunk(n_pieces) for x_BT in rows), strict=True))
-
-    @loss_parallel()  # of logits that are DTensors, others take the plain way
-    @torch.no_grad()
-    def held_back_loss() -> float:
-        total = torch.zeros(2, dtype=torch.float64, device=device)
-        for i in range(config.eval_batches):
-            for tokens_BT, targets_BT in microbatches(corpus.held_back, i):
-                total[0] += (
-                    pipeline.eval(tokens_BT, targets_BT, **stage_inputs)
-                    if pipeline
-                    else loss_share(parts[0](tokens_BT), targets_BT)
-                )
-                total[1] += (targets_BT != IGNORE).sum()
-        dist.all_reduce(total, group=loss_group)
-        return (total[0] / total[1]).item()
-
-    @loss_parallel()
-    def forward_backward(step: int) -> float:
-        """Leaves the gradients of one step in the parameters; returns its global loss."""
-        pieces = microbatches(corpus, step)
-        n_valid = sum((targets_BT != IGNORE).sum() for _, targets_BT in pieces)
-        dist.all_reduce(n_valid, group=loss_group)
-        divisor = n_valid.double() / n_averaged  # int / int would be float32
-        loss = torch.zeros((), dtype=torch.float64, device=device)
-        for left, (tokens_BT, targets_BT) in zip(reversed(range(len(pieces))), pieces, strict=True):
-            if pipeline:
-                loss += pipeline.step(tokens_BT, targets_BT, {"divisor": divisor}, **stage_inputs)
-                continue
-            if isinstance(model, FSDPModule):
-                model.set_is_last_backward(left == 0)
-                model.set_requires_all_reduce(left == 0)  # to shards each time, across replicas once
-            share = loss_share(model(tokens_BT), targets_BT, divisor)
-            share.backward()
-            loss += share.detach()
-        loss /= n_averaged
-        dist.all_reduce(loss, group=loss_group)
-        return loss.item()
-
-    n_multiplying = n_parameters - (0 if config.model.tied else config.model.vocab_size * config.model.dim)
+    job = Job(config, dims, device)
+    n_multiplying = job.n_parameters - (0 if config.model.tied else config.model.vocab_size * config.model.dim)
     sizes = (config.model.n_layers, config.model.n_heads, config.model.head_dim, config.seq_len)
     meter = Meter(flops_per_token(n_multiplying, *sizes), dist.get_world_size(), device)
     axes = ("dp_replicate", "dp_shard", "tp", *(name for name in ("cp", "pp", "ep") if getattr(dims, name) > 1))
     layout = " × ".join(f"{name} {getattr(dims, name)}" for name in axes)
-    result = TrainResult(layout, n_parameters, held_back_first=held_back_loss())
+    result = TrainResult(layout, job.n_parameters, held_back_first=job.held_back_loss(corpus))
     n_tokens, is_first = config.global_batch * config.seq_len, dist.get_rank() == 0
     has_bar = is_first and sys.stderr.isatty()
     with contextlib.ExitStack() as stack:
@@ -345,26 +436,22 @@ def train(config: TrainConfig, watch: Watch = lambda *_: None) -> TrainResult:
         bar = stack.enter_context(tqdm(total=config.steps, unit="step", disable=not has_bar))
         meter.start()
         for step in range(config.steps):
-            loss = forward_backward(step)
-            grad_norm = clip_grad_norm_(parameters, config.max_norm, dims.axis("pp") if dims.pp > 1 else None).item()
+            loss = job.forward_backward(job.microbatches(corpus, step)).item()
+            grad_norm = clip_grad_norm_(
+                job.parameters, config.max_norm, dims.axis("pp") if dims.pp > 1 else None
+            ).item()
             check_finite(step, config, result.losses, **{"loss": loss, "gradient norm": grad_norm})
-            for part in parts:
+            for part in job.parts:
                 watch("gradients", step, part)
-            for group in optimizer.param_groups:
-                group["lr"] = lr_at(step, config)
-            optimizer.step()
-            optimizer.zero_grad()
-            if routers:
-                spread = [dims.axis("loss"), *([dims.axis("tp")] if dims.tp > 1 else [])]
-                update_expert_bias(nn.ModuleList(parts), *spread)
-            for part in parts:
+            job.update(lr_at(step, config))
+            for part in job.parts:
                 watch("updated", step, part)
             row = meter.step(loss, grad_norm, n_tokens, lr=lr_at(step, config))
             result.losses.append(loss)
             result.grad_norms.append(grad_norm)
             result.step_times_s.append(row["step_time_s"])
             if is_last := step == config.steps - 1:
-                result.held_back_last = held_back_loss()
+                result.held_back_last = job.held_back_loss(corpus)
             if log:
                 held_back = {config.steps - 1: result.held_back_last, 0: result.held_back_first}
                 log.log(row | {"held_back": held_back.get(step)})
