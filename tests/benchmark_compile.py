@@ -6,7 +6,9 @@ python tests/benchmark_compile.py [LAYERS ...]     default 4 8 16 32; minutes, o
 import json
 import os
 import pathlib
+import platform
 import sys
+import time
 from dataclasses import asdict, replace
 
 import torch
@@ -31,7 +33,8 @@ def main(depths: list[int]) -> None:
                 end=" ",
             )
             print(f"{cost.graphs} graphs, compiler's start {cost.start_s:.1f} s", flush=True)
-    about = {"torch": torch.__version__, "cores": os.cpu_count(), "model": "debug", "batch": 2, "seq_len": 128}
+    about = {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "machine": platform.machine()}
+    about |= {"cores": os.cpu_count(), "model": "debug", "batch": 2, "seq_len": 128}
     TARGET.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
 
 
