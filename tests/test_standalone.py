@@ -17,6 +17,7 @@ ALSO_ALLOWED = {
     "fault_tolerance": {"torchft"},
     "planner": {"tyro"},
     "checkpoint": {"safetensors"},
+    "metrics": {"wandb"},
 }
 WITH_DEMO = [p for p in TECHNIQUES if "\ndef demo(" in p.read_text()]
 
