@@ -45,7 +45,11 @@ def padded(*arguments):
 
 def record(config: TrainConfig) -> dict:
     """What train() makes of config, whole, by name: of this rank's pipeline stages. Runs on a rank."""
-    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # full_tensor() of FSDP × TP: two gathers
+    for told in (
+        "torch.distributed.tensor",
+        "torch._dynamo",
+    ):  # full_tensor() of FSDP × TP gathers twice; per_op's policy
+        logging.getLogger(told).setLevel(logging.ERROR)
     minititan.train.batches = padded
     found = {moment: [{} for _ in range(config.steps)] for moment in ("gradients", "updated")}
 
@@ -53,6 +57,7 @@ def record(config: TrainConfig) -> dict:
         for name, parameter in part.named_parameters():
             tensor = (parameter.grad if moment == "gradients" else parameter).detach()
             whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            name = name.replace("_checkpoint_wrapped_module.", "")
             found[moment][step][name] = whole.clone()  # a replicated tensor is whole already, and goes on changing
 
     result = train(config, watch)
@@ -228,6 +233,103 @@ def test_experts_on_eight_ranks():
     run_and_compare([*(layout(**d, config=EXPERTS) for d in degrees), layout(dp_shard=4, tp=2, ep=2, config=sequence)])
 
 
+# ---- pairs: a technique that changes how a block computes, beside those that spread it ----------------------------
+
+ASYNC = replace(CONFIG, async_tensor_parallel=True)
+while_compiling = pytest.mark.filterwarnings("ignore")  # torch's compiler looks at what torch has deprecated
+PER_OP, FULL = ({"activation_checkpoint": mode} for mode in ("per_op", "full"))
+
+
+def test_async_tensor_parallel():
+    both = replace(ASYNC, loss_parallel=True, **PER_OP)
+    run_and_compare([layout(tp=4, config=ASYNC), layout(dp_shard=2, tp=2, config=both)], ranks=4)
+
+
+@pytest.mark.full
+def test_async_tensor_parallel_beside_every_axis():
+    degrees = [
+        {"dp_replicate": 2, "tp": 2},
+        {"cp": 2, "tp": 2},
+        {"pp": 2, "tp": 2},
+        {"dp_shard": 2, "tp": 2} | {"config": replace(ASYNC, **FULL)},
+    ]
+    run_and_compare([layout(**({"config": ASYNC} | d)) for d in degrees], ranks=4)
+
+
+@pytest.mark.full
+def test_activation_checkpointing_beside_every_axis():
+    of_mode = {mode: replace(CONFIG, activation_checkpoint=mode) for mode in ("full", "every_other", "per_op")}
+    degrees = [
+        {"dp_shard": 2, "tp": 2},
+        {"dp_shard": 2, "cp": 2},
+        {"dp_shard": 2, "pp": 2},
+    ]
+    run_and_compare([layout(**d, config=config) for config in of_mode.values() for d in degrees], ranks=4)
+    experts = replace(EXPERTS, activation_checkpoint="full")
+    run_and_compare([layout(dp_shard=4, ep=2, config=experts)], ranks=4)
+
+
+@while_compiling
+@pytest.mark.full
+def test_compiled_blocks():
+    """Traced whole by Dynamo and AOTAutograd; test_regional_compile lets inductor make code of it."""
+    traced = replace(CONFIG, compile="aot_eager")
+    run_and_compare([layout(dp_shard=4, config=traced), layout(dp_shard=2, pp=2, config=traced)], ranks=4)
+
+
+@while_compiling
+@pytest.mark.full
+def test_compiled_blocks_beside_checkpointing_and_by_inductor():
+    traced = replace(CONFIG, compile="aot_eager")
+    configs = [replace(traced, **PER_OP), replace(traced, **FULL), replace(CONFIG, compile="inductor")]
+    run_and_compare([layout(dp_replicate=2, dp_shard=2, config=config) for config in configs], ranks=4)
+
+
+FLOAT8 = replace(CONFIG, seq_len=32, model=replace(MODEL, dim=64, ffn_dim=128, n_kv_heads=4))
+
+
+def recorded(configs: list[TrainConfig], ranks: int) -> list[dict]:
+    """What each makes of its parameters, whole, all from one launch."""
+    of_config = [
+        [found for found in by_rank if found]
+        for by_rank in zip(*launch(record_all, configs, ranks=ranks, timeout=240), strict=True)
+    ]
+    return [joined(stages, sorted(name for stage in stages for name in stage["updated"][0])) for stages in of_config]
+
+
+def first_gradients(found: dict, expected: dict) -> float:
+    """Largest error of a gradient in the first step, relative to its norm."""
+    got, want = found["gradients"][0], expected["gradients"][0]
+    return max(((got[name] - want[name]).norm() / want[name].norm()).item() for name in want)
+
+
+def test_float8_whose_scales_no_layout_changes():
+    """rowwise_with_gw_hp has a scale for each token and for each row of a weight that is whole, so any cut of the batch,
+    the sequence or the layers computes float8's very numbers; tensor parallel cuts the rows of wo and w2."""
+    rowwise = replace(FLOAT8, float8="rowwise_with_gw_hp")
+    layouts = [layout(dp_shard=2, cp=2, config=replace(rowwise, **FULL)), layout(dp_shard=2, pp=2, config=rowwise)]
+    alone = recorded([replace(config, parallel=ParallelConfig()) for config in layouts], ranks=1)
+    worst = [errors(found, expected) for found, expected in zip(recorded(layouts, ranks=4), alone, strict=True)]
+    assert max(error for of_layout in worst for error in of_layout.values()) < TOLERANCE, worst
+
+
+@pytest.mark.full
+def test_float8_whose_scales_follow_the_layout():
+    """tensorwise has one scale for all tokens of a microbatch on a rank. Cut otherwise, values are rounded otherwise: the
+    gradients of the first step are as near to one process's as two roundings are, 6 % each by the module's own table.
+    How FSDP gathers the weights changes nothing at all."""
+    tensorwise = replace(FLOAT8, float8="tensorwise")
+    alone, in_float64 = recorded([layout(config=tensorwise), layout(config=FLOAT8)], ranks=1)
+    assert first_gradients(alone, in_float64) > 0.01, "one process computes in float8 too"
+    wide, narrow = (replace(tensorwise, float8_all_gather=gather) for gather in (False, True))
+    found = recorded(
+        [layout(**d, config=c) for d in ({"dp_shard": 4}, {"dp_shard": 2, "tp": 2}) for c in (wide, narrow)], ranks=4
+    )
+    for gathered_wide, gathered_narrow in (found[:2], found[2:]):
+        assert max(errors(gathered_narrow, gathered_wide).values()) < TOLERANCE
+        assert 0.01 < first_gradients(gathered_wide, alone) < 0.12
+
+
 def test_tied_embeddings_and_sizes_that_do_not_divide():
     """259 rows and 44 columns over 2 × 2 ranks: shards of unequal size; the tied matrix is one parameter."""
     config = replace(CONFIG, model=replace(MODEL, vocab_size=259, ffn_dim=44, tied=True))
@@ -258,6 +360,24 @@ def test_what_cannot_work_is_refused_with_the_reason():
         ),
         "pp 2 × cp 2 × tp 2 with sequence_parallel": layout(cp=2, tp=2, pp=2, config=BOTH),
         "zbv splits backward, and 4 experts": layout(dp_shard=4, pp=2, config=replace(EXPERTS, schedule="zbv")),
+        "async_tensor_parallel .*so tp 4 with float8 would": layout(
+            tp=4, config=replace(ASYNC, float8="rowwise", model=replace(MODEL, dim=64, ffn_dim=128))
+        ),
+        "async_tensor_parallel .*so tp 2 with 4 experts": layout(
+            dp_shard=2, tp=2, ep=2, config=replace(EXPERTS, async_tensor_parallel=True)
+        ),
+        "4 sequences × 18 tokens are 72": replace(layout(dp_shard=2, config=FLOAT8), float8="rowwise", seq_len=18),
+        "float8_all_gather is about what FSDP gathers": replace(
+            layout(tp=2, config=FLOAT8), float8="tensorwise", float8_all_gather=True
+        ),
+        "float8 is 'none': set it to": replace(layout(dp_shard=2, config=FLOAT8), float8_all_gather=True),
+        "0 of .* matrices of Transformer would be float8": replace(layout(tp=8), float8="tensorwise"),
+        "compile inductor makes one graph of a block, and with tp 2 × cp 2": layout(
+            cp=2, tp=2, config=replace(CONFIG, compile="inductor")
+        ),
+        "schedule zbv splits backward, and compile inductor": layout(
+            pp=2, config=replace(CONFIG, compile="inductor", schedule="zbv")
+        ),
         "ep 2 spreads experts, and the model has n_experts 0": layout(dp_shard=8, ep=2),
         "4 experts cannot be spread evenly over ep 8": layout(dp_shard=8, ep=8, config=EXPERTS),
         "tp 2 with 4 experts.*set ep to a divisor of both 4 and .* = 8": layout(dp_shard=4, tp=2, config=EXPERTS),
