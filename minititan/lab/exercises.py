@@ -1393,3 +1393,127 @@ def _(answer):
     if sent > 2 * 3 * 3 * 16:
         return f"right, but each rank sends {sent:.0f} bytes; 3 rows of bytes to 3 others are {3 * 3 * 16}"
     return Right(f"{sent:.0f} bytes sent by each rank, scale included")
+
+
+# === 18 metrics and profiling ==================================================================================
+
+
+@exercise("18.mfu", hint="6·N + 12·L·H·K·T flops a token; N without an embedding that only looks up; all GPUs' peaks")
+def _(answer):
+    runs = {  # sizes, tokens/s of all GPUs, GPUs, flops/s of one
+        "an untied model": ((8_030_261_248, 525_336_576, False, 32, 32, 128, 8192), 46_000, 8, 989e12),
+        "a tied model": ((1_235_814_400, 262_668_288, True, 16, 32, 64, 4096), 60_000, 4, 312e12),
+    }
+    names = ("n_parameters", "embedding", "tied", "n_layers", "n_heads", "head_dim", "seq_len")
+    for name, (sizes, rate, n_gpus, peak) in runs.items():
+        s = dict(zip(names, sizes, strict=True))
+        attention = 12 * s["n_layers"] * s["n_heads"] * s["head_dim"] * s["seq_len"]
+        lookup = 0 if s["tied"] else s["embedding"]
+
+        def of(flops, gpus=n_gpus, rate=rate, peak=peak):
+            return rate * flops / (gpus * peak)
+
+        right = of(6 * (s["n_parameters"] - lookup) + attention)
+        found = ask(answer, s, rate, n_gpus, peak)
+        if not isinstance(found, int | float | Tensor):
+            return f"a share of the peak is asked for, a number, not {_short(found)}"
+        if abs(found / right - 1) < 1e-9:
+            continue
+        mistakes = {
+            "the input embedding is counted, though nothing multiplies with it": of(6 * s["n_parameters"] + attention),
+            "the tied embedding is left out, though as the output matrix it multiplies": of(
+                6 * (s["n_parameters"] - s["embedding"]) + attention
+            ),
+            "attention's scores are missing": of(6 * (s["n_parameters"] - lookup)),
+            "one GPU's peak, but the tokens of all": of(6 * (s["n_parameters"] - lookup) + attention, 1),
+            "a forward's flops only: backward takes twice as many again": right / 3,
+        }
+        why = next((f": {text}" for text, value in mistakes.items() if abs(found / value - 1) < 1e-9), "")
+        return f"{name}: {right:.4f} of the peak, not {float(found):.4f}{why}"
+    return Right("46,000 tokens/s of the 8B model are 34 % of eight H100")
+
+
+@exercise(
+    "18.idle", hint="a collective ends for nobody before the last has come; add up over all of them, rank by rank"
+)
+def _(answer):
+    cases = [
+        [[0.0, 10.0], [3.0, 10.0], [1.0, 14.0]],
+        [[5.0, 6.0, 7.0]] * 2,
+        [[1.0, 2.0, 9.0], [0.0, 4.0, 8.0], [0.5, 3.0, 8.5], [0.25, 3.5, 7.0]],
+    ]
+    for arrivals in cases:
+        expected = [
+            sum(max(each) - t for each, t in zip(zip(*arrivals, strict=True), mine, strict=True)) for mine in arrivals
+        ]
+        found = ask(answer, [list(of_rank) for of_rank in arrivals])
+        said = compare(found, expected)
+        if isinstance(said, Right):
+            continue
+        n = len(arrivals)
+        late = [
+            sum(t - min(each) for each, t in zip(zip(*arrivals, strict=True), mine, strict=True)) for mine in arrivals
+        ]
+        by_call = [sum(max(each) - t for t in each) for each in zip(*arrivals, strict=True)]
+        if isinstance(compare(found, late), Right):
+            said = "this is how much later each came than the first; who comes late does not wait"
+        elif isinstance(compare(found, by_call), Right):
+            said = f"this is a number for each collective; one for each of {n} ranks is asked for"
+        elif isinstance(compare(found, [max(map(max, arrivals)) - max(mine) for mine in arrivals]), Right):
+            said = "this looks at the last collective only"
+        return f"arrivals {arrivals}: {said}"
+    return Right(f"{len(cases)} traces")
+
+
+@exercise(
+    "18.one_curve", hint='a line "resumed" with step s makes every row after s untrue, also those nobody does again'
+)
+def _(answer):
+    def row(step, loss):
+        return {"event": "row", "step": step, "loss": loss}
+
+    def resumed(step):
+        return {"event": "resumed", "step": step}
+
+    cases = {
+        "a run without a fault": ([row(s, 1 / s) for s in (1, 2, 3)], [1, 2, 3]),
+        "killed after 5, resumed at 3": (
+            [*[row(s, 1 / s) for s in range(1, 6)], resumed(3), *[row(s, -1 / s) for s in range(4, 7)]],
+            [1, 2, 3, -4, -5, -6],
+        ),
+        "killed twice; the last resume goes back further and has done one step": (
+            [
+                *[row(s, 1 / s) for s in range(1, 6)],
+                resumed(4),
+                {"event": "checkpoint", "step": 5},
+                *[row(s, 10 / s) for s in range(5, 8)],
+                resumed(2),
+                row(3, -1 / 3),
+            ],
+            [1, 2, -3],
+        ),
+    }
+    for name, (lines, steps) in cases.items():
+        expected = [(abs(s), 1 / s) for s in steps]
+        found = ask(answer, [dict(line) for line in lines])
+        if isinstance(found, dict):
+            return "a list of pairs (step, loss) in order is asked for, not a dict"
+        try:
+            pairs = [(int(step), float(loss)) for step, loss in found]
+        except (TypeError, ValueError):
+            return f"a list of pairs (step, loss) is asked for, not {_short(found)}"
+        if pairs == expected:
+            continue
+        got = [step for step, _ in pairs]
+        if len(set(got)) < len(got):
+            why = f"steps {sorted({s for s in got if got.count(s) > 1})} are there twice"
+        elif got != sorted(got):
+            why = f"the steps come as {got}"
+        elif set(got) > {abs(s) for s in steps}:
+            why = f"steps {sorted(set(got) - {abs(s) for s in steps})} are of a run that was thrown away"
+        elif got == [abs(s) for s in steps]:
+            why = "some losses are those of the run that was killed"
+        else:
+            why = f"got the steps {got}, expected {[abs(s) for s in steps]}"
+        return f"{name}: {why}"
+    return Right(f"{len(cases)} diaries")
