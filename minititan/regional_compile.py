@@ -16,18 +16,22 @@ that block 0 left behind and its code is reused. What is lost is fusion across a
 Cost        cold start  whole: about a + b·L seconds, regional: about a + b, where b is seconds to tens of seconds
             every call  guards of each block, tens of microseconds
             memory      the same; less than eager, since fused operators keep fewer intermediates for backward
-Use it      from a few layers on, for any model with repeated blocks. Order: float8, activation checkpointing, then
-            this, then FSDP. Then the wrapper of a checkpointed block is what gets compiled, the compiler sees what is
-            to be recomputed, and FSDP's gathers stay outside of the graph.
+Use it      from a few layers on, for any model with repeated blocks. Order: float8, tensor parallel, activation
+            checkpointing, then this, then FSDP. Then the wrapper of a checkpointed block is what gets compiled, the
+            compiler sees what is to be recomputed, and FSDP's gathers stay outside of the graph.
 Goes wrong  blocks that differ in a Python value (a layer number as an attribute): each value is a guard that fails, each
             block a graph of its own, and after 8 the rest run eagerly without a word. Shapes that change: a second graph,
             and from then on one for every length. Compiling before checkpointing per op: the policy looks for operators
-            and finds none, for they are inside a compiled function. `count_graphs` tells.
-Not here    tensor parallel with DTensors: seen in torch 2.13 on gloo, gradients wrong by their own size without a word,
-            or an error in backward, so it is refused (tensor parallel by hand has plain weights); compiled autograd, CUDA graphs, collectives inside of a graph reordered by inductor.
+            and finds none, for they are inside a compiled function. `count_graphs` tells. A tensor that still travels:
+            tensor parallel's embedding gives an AsyncCollectiveTensor, which waits at its first operator. torch 2.13
+            unwraps it at a graph's door, and the gradient goes past a node: an error in backward, or with FSDP an
+            embedding's gradient wrong by its own size, without a word. So a block waits for its inputs first.
+Not here    full checkpointing of a block of DTensors: what it recomputes sends, and torch 2.13 confuses the mesh with
+            the tensors kept for that, so it is refused; compiled autograd, CUDA graphs, collectives moved by inductor.
 
 References  torch.compile https://docs.pytorch.org/docs/stable/torch.compiler.html, regional compilation
-            https://docs.pytorch.org/tutorials/recipes/regional_compilation.html
+            https://docs.pytorch.org/tutorials/recipes/regional_compilation.html, tensors that travel at a graph's door
+            https://github.com/pytorch/pytorch/pull/179849
 """
 
 import io
@@ -42,8 +46,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 # ---- by hand --------------------------------------------------------------------------------------------------
 
@@ -93,6 +98,20 @@ def _default_blocks(module: nn.Module) -> list[nn.Module]:
     return found
 
 
+def _waited(x):
+    """x, arrived if it travels. (A view would go on travelling; this is an operator, and autograd follows it.)"""
+    return torch.ops.aten._unsafe_view(x, x.shape) if isinstance(x, AsyncCollectiveTensor) else x
+
+
+def _recomputes_all(module: nn.Module) -> bool:
+    """A CheckpointWrapper without a policy on what to keep."""
+    return "context_fn" not in getattr(getattr(module, "checkpoint_fn", None), "keywords", {"context_fn": None})
+
+
+def _wait_then(call: Callable) -> Callable:
+    return lambda *args, **kwargs: call(*tree_map(_waited, args), **tree_map(_waited, kwargs))
+
+
 def compile_blocks(
     model: nn.Module,
     blocks: Iterable[nn.Module] | None = None,
@@ -102,13 +121,13 @@ def compile_blocks(
 ) -> nn.Module:
     """Compiles each block of `model` in place, at its first call; returns the model. Names and checkpoints stay.
 
-    After float8 and activation checkpointing, before FSDP.
+    After float8, tensor parallel and activation checkpointing, before FSDP.
     blocks: modules inside `model`; default, the children of each outermost ModuleList and ModuleDict.
     fullgraph: a graph break is an error that names its line (False: it costs, silently).
     dynamic: None lets torch turn a dimension that changes into a variable at its second value; False: each length gets
     its own graph; True: variables from the start. backend: as in torch.compile; "aot_eager" traces and compiles nothing.
     Raises ValueError: 0 blocks, a block that is not inside the model, or one that is compiled or sharded already, or has
-    DTensors.
+    DTensors and recomputes all of itself.
     """
     blocks = _default_blocks(model) if blocks is None else list(blocks)
     if not blocks:
@@ -126,13 +145,15 @@ def compile_blocks(
             f"{len(done)} modules, such as a {type(done[0]).__name__}, are {'sharded' if sharded else 'compiled'} already. "
             "The order: float8, activation checkpointing, then this, once, then FSDP"
         )
-    if cut := [p for block in blocks for p in block.parameters() if isinstance(p, DTensor)]:
+    cut = [block for block in blocks if any(isinstance(p, DTensor) for p in block.parameters())]
+    if whole := [m for block in cut for m in block.modules() if _recomputes_all(m)]:
         raise ValueError(
-            f"{len(cut)} parameters of {len(blocks)} blocks are DTensors, whose gradients came out wrong when compiled: "
-            "run tensor parallel uncompiled, or by hand, with plain weights"
+            f"{len(whole)} of {len(blocks)} blocks are checkpointed in full and have DTensors, which torch cannot compile: "
+            "checkpoint mode 'per_op', which keeps what was sent, or compile without checkpointing"
         )
     for block in blocks:
         block.compile(fullgraph=fullgraph, dynamic=dynamic, backend=backend)
+        block._compiled_call_impl = _wait_then(block._compiled_call_impl)
     return model
 
 

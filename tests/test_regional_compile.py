@@ -4,6 +4,7 @@
 in a tenth of the time. The tests marked full let inductor make code.
 """
 
+import logging
 from copy import deepcopy
 from dataclasses import replace
 
@@ -217,6 +218,40 @@ def test_inductor_with_fsdp():
         assert max(errors.values()) < 1e-10, errors
 
 
+def _tensor_parallel_errors(backend: str, tp: int, cases: list[dict]) -> dict[str, float]:
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # full_tensor on two axes
+    expected = run(new_model())
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
+    errors = {}
+    for case in cases:
+        model = on_meta(lambda: Transformer(CONFIG).double())
+        apply_tensor_parallel(model, mesh["tp"], sequence_parallel=case.get("sequence_parallel", False))
+        if "checkpoint" in case:
+            apply_activation_checkpoint(model, case["checkpoint"])
+        compile_blocks(model, backend=backend)
+        if tp < dist.get_world_size():
+            apply_fsdp(model, mesh["dp"])
+        with count_graphs() as count:
+            errors[str(case)] = worst(run(materialize(model, "cpu", seed=0)), expected)
+        assert count.graphs == 1 and count.breaks == 0, f"{case}: {count}, {count.reasons}"
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("backend", "tp", "cases"),
+    [
+        ("aot_eager", 2, [{"sequence_parallel": True}]),
+        pytest.param("aot_eager", 2, [{}, {"checkpoint": "per_op"}], marks=pytest.mark.full),
+        pytest.param("aot_eager", 4, [{}, {"sequence_parallel": True, "checkpoint": "per_op"}], marks=pytest.mark.full),
+        pytest.param("inductor", 2, [{"sequence_parallel": True}], marks=pytest.mark.full),
+    ],
+    ids=["fsdp2xtp2_sp", "fsdp2xtp2", "tp4", "inductor"],
+)
+def test_with_tensor_parallel(backend, tp, cases):
+    for errors in launch(_tensor_parallel_errors, backend, tp, cases, timeout=280):
+        assert max(errors.values()) < 1e-10, errors
+
+
 # ---- measurements and errors ----------------------------------------------------------------------------------------
 
 
@@ -250,15 +285,16 @@ def test_bad_input():
         measure_compile(broken, torch.ones(2, 2), "eager")
 
 
-def test_dtensors_are_refused():
+def test_full_checkpointing_of_dtensors_is_refused():
     def tensor_parallel():
         model = apply_tensor_parallel(new_model(), init_device_mesh("cpu", (2,)))
+        apply_activation_checkpoint(model, "every_other")
         try:
             compile_blocks(model)
         except ValueError as error:
             return str(error)
 
-    assert "28 parameters of 4 blocks are DTensors" in launch(tensor_parallel, ranks=2)[0]
+    assert "2 of 4 blocks are checkpointed in full and have DTensors" in launch(tensor_parallel, ranks=2)[0]
 
 
 def test_after_fsdp_is_refused():
