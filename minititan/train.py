@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 8 -m minititan.train --parallel.dp-shard 2 --parallel.tp 2 --steps 100
     python -m minititan.train --preset debug --model.dim 256 --model.n-layers 8     # one process
     launch(train, TrainConfig(steps=20), ranks=8)                                   # from a notebook
+    python -m minititan.train --dry-run --world-size 512 --preset llama3-405b ...   # one rank, nothing computed
 
 `--preset` (debug, llama3-1b, llama3-8b, ...) gives the model's sizes, and each --model.x changes one of them.
 
@@ -478,8 +479,18 @@ def parse(arguments: list[str] | None = None) -> TrainConfig:
 
 @record  # torchrun then ends with the failing rank's own error
 def main() -> None:
-    config = parse()
-    check(config, int(os.environ.get("WORLD_SIZE", "1")))
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--dry-run", action="store_true")
+    first.add_argument("--world-size", type=int, default=int(os.environ.get("WORLD_SIZE", "1")))
+    first.add_argument("--dry-rank", type=int, default=0)
+    known, rest = first.parse_known_args()
+    config = parse(rest)
+    check(config, known.world_size)
+    if known.dry_run:
+        from minititan.dry_run import dry_run
+
+        print(dry_run(config, known.world_size, known.dry_rank))
+        return
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # ranks share the cores: with two threads each, steps take four times as long
     options: dict = {"backend": "gloo"}

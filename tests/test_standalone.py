@@ -11,7 +11,7 @@ import sys
 import pytest
 
 PACKAGE = pathlib.Path(__file__).parent.parent / "minititan"
-TECHNIQUES = sorted(p for p in PACKAGE.glob("*.py") if p.stem not in ("__init__", "train"))
+TECHNIQUES = sorted(p for p in PACKAGE.glob("*.py") if p.stem not in ("__init__", "train", "dry_run"))
 ALSO_ALLOWED = {
     "float8": {"torchao"},
     "fault_tolerance": {"torchft"},
@@ -40,7 +40,7 @@ def test_imports_torch_and_the_standard_library_only(path):
 
 def test_each_file_has_its_tests():
     tests = {p.name for p in pathlib.Path(__file__).parent.glob("test_*.py")}
-    assert {f"test_{p.stem}.py" for p in (*TECHNIQUES, PACKAGE / "train.py")} <= tests
+    assert {f"test_{p.stem}.py" for p in (*TECHNIQUES, PACKAGE / "train.py", PACKAGE / "dry_run.py")} <= tests
 
 
 def test_every_file_imports_alone(tmp_path):

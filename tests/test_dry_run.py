@@ -1,0 +1,121 @@
+"""A dry run tells what real ranks hold and call."""
+
+import csv
+import json
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minititan.dry_run import DryRun, dry_run
+from minititan.lab.launch import launch
+from minititan.lab.trace import recording
+from minititan.meta_init import materialize
+from minititan.model import ModelConfig
+from minititan.train import Job, ParallelConfig, TrainConfig, check
+
+CONFIG = TrainConfig(
+    model=ModelConfig(259, dim=32, n_layers=4, n_heads=4, n_kv_heads=4, ffn_dim=44),  # rows that do not divide
+    global_batch=16, seq_len=16, accumulate=2, data=csv.__file__,
+)  # fmt: skip
+LAYOUTS = {
+    "FSDP": replace(CONFIG, parallel=ParallelConfig(dp_shard=4)),
+    "replicas": replace(CONFIG, parallel=ParallelConfig(dp_replicate=2, dp_shard=2)),
+    "FSDP × TP": replace(CONFIG, parallel=ParallelConfig(dp_shard=2, tp=2), sequence_parallel=True, loss_parallel=True),
+    "async TP": replace(CONFIG, parallel=ParallelConfig(tp=4), async_tensor_parallel=True),
+    "ring": replace(CONFIG, parallel=ParallelConfig(dp_shard=2, cp=2), activation_checkpoint="full"),
+    "1F1B": replace(CONFIG, parallel=ParallelConfig(dp_shard=2, pp=2), accumulate=4),
+    "interleaved": replace(CONFIG, parallel=ParallelConfig(tp=2, pp=2), accumulate=4, schedule="interleaved_1f1b"),
+}
+COMPARED = ("all_gather", "reduce_scatter", "send", "all_to_all")
+
+
+def really() -> dict[str, tuple[dict, Counter]]:
+    """On a rank: bytes held and large messages of the second step, of each layout."""
+    told = {}
+    for name, config in LAYOUTS.items():
+        dims = check(config, 4)
+        dims.build_mesh("cpu")
+        job = Job(config, dims, torch.device("cpu"), materialize)
+        rows = torch.zeros(config.global_batch // dims.size("dp"), config.seq_len // dims.cp, dtype=torch.int64)
+        pieces = [(rows, rows)] if job.pipeline else [(x, x) for x in rows.chunk(config.accumulate)]
+        job.forward_backward(pieces)
+        job.update(1e-3)
+        with recording() as events:
+            job.forward_backward(pieces)
+        tensors = {"parameters": job.parameters, "gradients": [p.grad for p in job.parameters]}
+        tensors["optimizer"] = [t for state in job.optimizer.state.values() for t in state.values()]
+        local = {kind: [getattr(t, "_local_tensor", t) for t in found] for kind, found in tensors.items()}
+        held = {kind: sum(t.numel() * t.element_size() for t in found) for kind, found in local.items()}
+        told[name] = held, Counter(e.name for e in events if e.name in COMPARED)
+    return told
+
+
+@pytest.fixture(scope="module")
+def on_ranks():
+    return launch(really, ranks=4, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def dry() -> dict[str, DryRun]:
+    """In processes of their own: a dry run makes a process group, and this process must have none."""
+
+    def of_rank_3():
+        dist.destroy_process_group()
+        return {name: dry_run(config, 4, rank=3) for name, config in LAYOUTS.items()}
+
+    return launch(of_rank_3, ranks=1, timeout=120)[0]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_bytes_and_calls_are_those_of_a_real_rank(name, on_ranks, dry):
+    held, calls = on_ranks[3][name]
+    assert dry[name].held == held
+    found = Counter()
+    for of_axis in dry[name].collectives.values():
+        found.update({kind: count for kind, (count, _) in of_axis.items() if kind in COMPARED})
+    assert found == calls
+    assert dry[name].peak["parameters"] == held["parameters"] and dry[name].peak["other"] > 0
+
+
+def test_bytes_sent_follow_the_formulas(dry):
+    """FSDP on 4 ranks: two microbatches gather each block twice, the root once more as it stays, and reduce once each."""
+    calls = dry["FSDP"].collectives["dp_shard"]
+    parameters = 4 * dry["FSDP"].held["parameters"]
+    n_gathered, n_reduced = calls["all_gather"], calls["reduce_scatter"]
+    assert n_reduced[0] == 2 * 5 and n_gathered[0] == 2 * (4 + 5)
+    assert n_reduced[1] == pytest.approx(2 * parameters * 3 / 4, rel=0.02)  # padding of rows that do not divide
+
+
+def test_command_line():
+    command = (
+        "-m minititan.train --dry-run --world-size 16 --dry-rank 15 --preset llama3-8b --model.n-layers 2 "
+        "--parallel.dp-shard 2 --parallel.tp 8 --global-batch 4 --seq-len 64"
+    )
+    done = subprocess.run([sys.executable, *command.split()], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    first, *rest = done.stdout.splitlines()
+    assert (
+        first.startswith("2 layers on pp 1 × dp_replicate 1 × dp_shard 2 × cp 1 × tp 8: rank 15 (") and "tp 7)" in first
+    )
+    assert any(line.split()[:2] == ["tp", "all_reduce"] for line in rest), json.dumps(rest)
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="rank 4 is none of 0 to 3"):
+        dry_run(LAYOUTS["FSDP"], 4, rank=4)
+    experts = replace(CONFIG, parallel=ParallelConfig(dp_shard=4), model=replace(CONFIG.model, n_experts=4, top_k=2))
+    with pytest.raises(ValueError, match="what 4 experts get depends on values"):
+        dry_run(experts, 4)
+    with pytest.raises(ValueError, match="tp 3 = 3 ranks"):
+        dry_run(replace(CONFIG, parallel=ParallelConfig(tp=3)), 4)
+
+    def in_a_group():
+        with pytest.raises(ValueError, match="this process has one"):
+            dry_run(LAYOUTS["FSDP"], 4)
+
+    launch(in_a_group, ranks=1)
