@@ -622,8 +622,10 @@ class _Net(nn.Module):
         return x_BD.square().mean(dim=1)
 
 
-def rows_of(step: int, share: int, n_shares: int, n_rows: int = 8, dim: int = 8) -> Tensor:
+def rows_of(step: int, share: int, n_shares: int, n_rows: int = 12, dim: int = 8) -> Tensor:
     """A share of the batch of a step. The batch is the same however many share it: a death changes no update."""
+    if n_rows % n_shares:
+        raise ValueError(f"{n_rows} rows among {n_shares}: unequal, and the mean of their means is not the mean")
     rows = torch.randn(n_rows, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
     return rows.chunk(n_shares)[share]
 

@@ -18,6 +18,7 @@ from minititan.fault_tolerance import (
     against_one_process,
     form_quorum_by_hand,
     kill,
+    rows_of,
     run_elastic,
 )
 
@@ -95,9 +96,9 @@ def test_ten_runs_with_kills_at_random_moments(laboratory):
     dice = random.Random(0)
     for _ in range(10):
         group, rank = dice.randrange(2), dice.randrange(2)
-        kills = [kill(group, rank, step=dice.randrange(1, N_STEPS - 1), after=dice.uniform(0, 0.08))]
-        events = laboratory.run("train_replica", 2, 2, kills, options={"n_steps": N_STEPS, "groups": 2})
-        check_healed(events, [group])
+        kills = [kill(group, rank, step=dice.randrange(1, N_STEPS - 1), after=dice.uniform(0, 0.05))]
+        options = {"n_steps": N_STEPS, "groups": 2, "step_seconds": 0.02}
+        check_healed(laboratory.run("train_replica", 2, 2, kills, options=options), [group])
 
 
 @pytest.mark.full
@@ -179,3 +180,5 @@ def test_mistakes_are_told_with_their_numbers():
         FaultTolerantReplica(model, optimizer, name="a", lighthouse="", store=None, work_timeout=0)
     with pytest.raises(ValueError, match=r"save_every=0 of 10 steps: at least 1"):
         run_elastic(None, None, 10, None, None, save_every=0)
+    with pytest.raises(ValueError, match=r"12 rows among 5: unequal"):
+        rows_of(0, 0, 5)
