@@ -1395,6 +1395,80 @@ def _(answer):
     return Right(f"{sent:.0f} bytes sent by each rank, scale included")
 
 
+# === 17 fault tolerance ========================================================================================
+
+
+@exercise("17.quorum", hint="who is alive? has each of them asked? are they at least `minimum`?")
+def _(answer):
+    cases = {
+        "both alive, both asked": (({"a": 0.1, "b": 0.2}, {"a", "b"}, 1.0, 1), ["a", "b"]),
+        "b is alive and has not asked": (({"a": 0.1, "b": 0.2}, {"a"}, 1.0, 1), None),
+        "b is dead": (({"a": 0.1, "b": 1.5}, {"a"}, 1.0, 1), ["a"]),
+        "b asked, then died": (({"a": 0.1, "b": 1.5}, {"a", "b"}, 1.0, 1), ["a"]),
+        "b is dead, and 2 are the minimum": (({"a": 0.1, "b": 1.5}, {"a", "b"}, 1.0, 2), None),
+        "all three asked, in another order": (
+            ({"c": 0.1, "a": 0.1, "b": 0.3}, {"b", "c", "a"}, 1.0, 2),
+            ["a", "b", "c"],
+        ),
+        "all are dead": (({"a": 2.0}, {"a"}, 1.0, 1), None),
+    }
+    why = {
+        "b is alive and has not asked": ": one who is slow must be waited for, or the run splits in two",
+        "b asked, then died": ": a question is no sign of life, only a heartbeat is",
+        "b is dead, and 2 are the minimum": ": count the living, not those who have asked",
+    }
+    for name, (args, expected) in cases.items():
+        found = answer(*args)
+        if found != expected and not (name.startswith("both") and (found is None or found is ...)):
+            return f"{name}: {expected} is right, not {_short(found)}{why.get(name, '')}"
+        if found != expected:
+            raise NotImplementedError
+    return Right(f"{len(cases)} situations")
+
+
+@exercise("17.interval", hint="d/t + t/(2 M) is least where its derivative is 0; then 1 - d/t - (t/2 + R)/M")
+def _(answer):
+    for d, restart, between in ((60.0, 300.0, 10_800.0), (5.0, 120.0, 86_400.0), (30.0, 600.0, 3600.0)):
+        t = math.sqrt(2 * d * between)
+        right = t, 1 - d / t - (t / 2 + restart) / between
+        found = ask(answer, d, restart, between)
+        if not (isinstance(found, Sequence) and len(found) == 2):
+            return f"two numbers are asked for, the interval in seconds and the goodput, not {_short(found)}"
+        if abs(found[0] / right[0] - 1) > 1e-6:
+            near = {
+                "2 is missing under the root": math.sqrt(d * between),
+                "the restart does not depend on the interval, so it has no place in it": math.sqrt(
+                    2 * (d + restart) * between
+                ),
+            }
+            said = next((f": {text}" for text, value in near.items() if abs(found[0] / value - 1) < 1e-6), "")
+            return f"saving takes {d:.0f} s, a failure every {between:.0f} s: t is {right[0]:.0f} s, not {found[0]:.0f}{said}"
+        if abs(found[1] - right[1]) > 1e-6:
+            whole = 1 - d / t - (t + restart) / between
+            said = ": a failure comes in the middle of an interval, on average" if abs(found[1] - whole) < 1e-6 else ""
+            return f"with t = {t:.0f} s the goodput is {right[1]:.4f}, not {found[1]:.4f}{said}"
+    return Right("saving takes 60 s, restarting 300 s, a failure every 3 h: every 1138 s, and 86.7 % are left")
+
+
+@exercise("17.unequal_shares", hint="what must the mean over members of scale × (mean over my rows) be equal to?")
+def _(answer):
+    generator = torch.Generator().manual_seed(0)
+    for n_rows, n_members in ((8, 1), (8, 2), (8, 3), (10, 4)):
+        rows = torch.randn(n_rows, generator=generator, dtype=torch.float64)
+        shares = rows.chunk(n_members)
+        scales = [ask(answer, len(share), n_rows, len(shares)) for share in shares]
+        found = sum(scale * share.mean() for scale, share in zip(scales, shares, strict=True)) / len(shares)
+        if abs(found / rows.mean() - 1) > 1e-9:
+            counts = ", ".join(str(len(share)) for share in shares)
+            plain = sum(share.mean() for share in shares) / len(shares)
+            if abs(found / plain - 1) < 1e-9:
+                said = "that is the mean of the means, in which a row of a small share counts more"
+            else:
+                said = f"it came out {found / rows.mean():.3f} times as large"
+            return f"{n_rows} rows as {counts}: the mean over members should be the mean of the rows; {said}"
+    return Right("8 rows among 3, as 3, 3, 2, and 10 among 4 as 3, 3, 3, 1")
+
+
 # === 18 metrics and profiling ==================================================================================
 
 
