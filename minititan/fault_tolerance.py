@@ -182,11 +182,13 @@ def load_parts(model: nn.Module, optimizer: torch.optim.Optimizer, parts: dict) 
     params = [p for group in optimizer.param_groups for p in group["params"]]
 
     def like(value, p):
-        if not isinstance(value, Tensor) or value.dim() == 0:
+        if not isinstance(value, Tensor):
             return value
-        value = value.to(p.device).clone()  # what a peer sent lies in a read-only buffer
+        value = value.clone()  # what a peer sent lies in a read-only buffer
+        if value.dim() == 0 or not isinstance(p, DTensor):
+            return value
         whole = {"shape": p.shape, "stride": p.stride(), "run_check": False}
-        return DTensor.from_local(value, p.device_mesh, p.placements, **whole) if isinstance(p, DTensor) else value
+        return DTensor.from_local(value.to(p.device), p.device_mesh, p.placements, **whole)
 
     state = {i: {k: like(v, params[i]) for k, v in s.items()} for i, s in parts["optimizer"]["state"].items()}
     optimizer.load_state_dict(parts["optimizer"] | {"state": state})
