@@ -607,6 +607,7 @@ def open_store(place: dict) -> dist.TCPStore:
     """The store of one life of a group: rank 0 serves it on the socket that the group was born with."""
     host, port = place["listener"].getsockname()
     serves = {"is_master": True, "master_listen_fd": place["listener"].detach()} if place["rank"] == 0 else {}
+    place["listener"].close()  # else a dead rank 0 would still be dialled, and never answer
     return dist.TCPStore(host, port, wait_for_workers=False, timeout=timedelta(seconds=30), **serves)
 
 
