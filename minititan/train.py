@@ -272,12 +272,18 @@ def _check_pairs(config: TrainConfig, dims: ParallelDims, cut_seq_len: int) -> N
         ))  # fmt: skip
     elif config.float8_all_gather:
         raise ValueError("float8_all_gather gathers what float8 has made, and float8 is 'none': set it to 'tensorwise'")
-    split = {"tp": dims.tp, "cp": dims.cp, "ep": dims.ep}
-    if config.compile != "none" and (axes := [f"{name} {n}" for name, n in split.items() if n > 1]):
-        raise ValueError(
-            f"compile {config.compile} makes one graph of a block, and with {' × '.join(axes)} its ranks talk inside of it: "
-            "compile with dp_replicate, dp_shard and pp, or leave it out"
-        )
+    if config.compile != "none":
+        inside = {"cp": dims.cp, "ep": dims.ep, "async_tensor_parallel, tp": dims.tp * config.async_tensor_parallel}
+        if axes := [f"{name} {n}" for name, n in inside.items() if n > 1]:
+            raise ValueError(
+                f"compile {config.compile} makes one graph of a block, and with {' × '.join(axes)} its ranks exchange "
+                "messages one by one inside of it: compile with dp_replicate, dp_shard, tp and pp, or leave it out"
+            )
+        if dims.tp > 1 and config.activation_checkpoint in ("full", "every_other"):
+            raise ValueError(
+                f"compile {config.compile} with tp {dims.tp} cannot compute whole blocks again, and activation_checkpoint is "
+                f"{config.activation_checkpoint}: take per_op, or compile none"
+            )
 
 
 def lr_at(step: int, config: TrainConfig) -> float:

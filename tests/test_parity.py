@@ -274,7 +274,10 @@ def test_activation_checkpointing_beside_every_axis():
 def test_compiled_blocks():
     """Traced whole by Dynamo and AOTAutograd; test_regional_compile lets inductor make code of it."""
     traced = replace(CONFIG, compile="aot_eager")
-    run_and_compare([layout(dp_shard=4, config=traced), layout(dp_shard=2, pp=2, config=traced)], ranks=4)
+    layouts = [layout(dp_shard=4, config=traced), layout(dp_shard=2, pp=2, config=traced)]
+    both = replace(traced, sequence_parallel=True, loss_parallel=True, **PER_OP)
+    layouts += [layout(tp=4, config=traced), layout(dp_shard=2, tp=2, config=both), layout(tp=2, pp=2, config=traced)]
+    run_and_compare(layouts, ranks=4)
 
 
 @while_compiling
@@ -372,8 +375,12 @@ def test_what_cannot_work_is_refused_with_the_reason():
         ),
         "float8 is 'none': set it to": replace(layout(dp_shard=2, config=FLOAT8), float8_all_gather=True),
         "0 of .* matrices of Transformer would be float8": replace(layout(tp=8), float8="tensorwise"),
-        "compile inductor makes one graph of a block, and with tp 2 × cp 2": layout(
+        "compile inductor makes one graph of a block, and with cp 2 its": layout(
             cp=2, tp=2, config=replace(CONFIG, compile="inductor")
+        ),
+        "with async_tensor_parallel, tp 2 its ranks": layout(tp=2, config=replace(ASYNC, compile="inductor")),
+        "compile inductor with tp 2 cannot compute whole blocks again": layout(
+            tp=2, config=replace(CONFIG, compile="inductor", **FULL)
         ),
         "schedule zbv splits backward, and compile inductor": layout(
             pp=2, config=replace(CONFIG, compile="inductor", schedule="zbv")
