@@ -356,7 +356,8 @@ def save(
     parts, with any number of groups; its state is cut as its parameters are. extra: plain data and tensors, rank 0's
     count. keep_last: then delete older ones than the newest k up to this step. previous: an async_save to wait for.
     A step that is there already is replaced. Without a process group, one process saves alone.
-    Raises ValueError: an extra that only code could restore, a parameter of the optimizer that is not the model's.
+    Raises ValueError: an extra that only code could restore, a parameter of the optimizer that is not the model's;
+    OSError, on all ranks: a rank could not write.
     """
     _check_arguments(step, keep_last)
     if previous is not None:
@@ -364,12 +365,22 @@ def save(
     tensors = _begin(Path(folder), step, model, optimizer, extra)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # it is meant so
-        dcp.save(tensors, storage_writer=_Writer(Path(folder), step, keep_last), no_dist=not dist.is_initialized())
+        try:
+            dcp.save(tensors, storage_writer=_Writer(Path(folder), step, keep_last), no_dist=not dist.is_initialized())
+        except dcp.CheckpointException as error:
+            raise _in_words(step, error) from error
     return Path(folder) / f"step-{step:08d}"
 
 
+def _in_words(step: int, error: dcp.CheckpointException) -> OSError:
+    """DCP's own is no Exception, but a BaseException: `except Exception` would let it pass."""
+    ranks, (first, _) = sorted(error.failures), next(iter(error.failures.values()))
+    said = f"{type(first).__name__}: {first}"
+    return OSError(f"step {step} was not saved, ranks {ranks} failed with {said}; the checkpoints before it are whole")
+
+
 def _begin(folder: Path, step: int, model: Model, optimizer, extra) -> dict[str, Tensor]:
-    error, tensors = None, {}
+    error, model = None, _parts(model)
     if optimizer is not None:
         try:
             _check_named(optimizer, _names(model)[0])
@@ -396,7 +407,10 @@ class Saving:
         return self.future.done()
 
     def wait(self) -> Path:
-        self.future.result()
+        try:
+            self.future.result()
+        except dcp.CheckpointException as error:
+            raise _in_words(int(self.path.name[5:]), error) from error
         return self.path
 
 
@@ -541,7 +555,7 @@ def load(
     Raises ValueError, on all ranks and before anything is changed: no checkpoint there, an unfinished or truncated one, a
     newer version, other names, shapes or dtypes than the model's, an optimizer that had not been saved.
     """
-    decision: list = [None]
+    model, decision = _parts(model), [None]
     if _rank() == 0:
         try:
             found = _find(Path(path))
