@@ -47,6 +47,7 @@ from tqdm import tqdm
 
 from minititan.activation_checkpoint import SAVED, SUMS, apply_activation_checkpoint
 from minititan.async_tensor_parallel import apply_async_tensor_parallel, check_async_tensor_parallel
+from minititan.checkpoint import async_save, latest, load
 from minititan.context_parallel import apply_context_parallel, check_context_parallel, shard_sequence
 from minititan.data import ByteCorpus, batches
 from minititan.expert_parallel import (
@@ -59,7 +60,7 @@ from minititan.float8 import convert_to_float8, scales_once_a_step, send_float8_
 from minititan.fsdp import apply_fsdp
 from minititan.grad_clip import clip_grad_norm_
 from minititan.meta_init import materialize, on_meta
-from minititan.metrics import Meter, flops_per_token, log_to
+from minititan.metrics import Meter, check_sinks, flops_per_token, log_to
 from minititan.model import PRESETS, ModelConfig, Transformer
 from minititan.optimizer import build_adamw, warmup_stable_decay
 from minititan.parallel_dims import ParallelDims
@@ -115,6 +116,14 @@ class TrainConfig:
     eval_batches: int = 4  # held-back batches, read before the first and after the last step
     log_every: int = 10  # steps between lines, where there is no terminal for a bar; 0: no lines
     csv: str | None = None  # a file that gets a row a step
+    log: tuple[Literal["tensorboard", "wandb", "csv"], ...] = ()  # who else gets the rows, in log_folder
+    log_folder: str = "runs"
+    checkpoint: str | None = (
+        None  # a folder: the run goes on from its latest checkpoint, of any layout, and adds its own
+    )
+    checkpoint_every: int = 100  # steps; written while training goes on; the last step is always saved
+    keep_last: int = 3  # checkpoints
+    stop_at: int | None = None  # ends before this step, to be resumed; steps goes on to shape the learning rate
 
 
 @dataclass
@@ -195,7 +204,16 @@ def check(config: TrainConfig, world_size: int) -> ParallelDims:
     check_context_parallel(dims.cp, seq_len=config.seq_len, method=config.cp_method, **heads)
     divided = {name: getattr(model, name) for name in ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size")}
     check_tensor_parallel(dims.tp, **divided, seq_len=cut_seq_len if config.sequence_parallel else None)
-    for name in ("steps", "global_batch", "seq_len", "accumulate", "eval_batches", "lr", "max_norm"):
+    for name in (
+        "steps",
+        "global_batch",
+        "seq_len",
+        "accumulate",
+        "eval_batches",
+        "lr",
+        "max_norm",
+        "checkpoint_every",
+    ):
         if not 0 < (value := getattr(config, name)) < math.inf:
             raise ValueError(f"{name}={value} must be above 0")
     if config.global_batch % (pieces := dims.size("dp") * config.accumulate):
@@ -208,6 +226,8 @@ def check(config: TrainConfig, world_size: int) -> ParallelDims:
         raise ValueError(f"seq_len {config.seq_len} exceeds model.max_seq_len {model.max_seq_len}: change one")
     if model.vocab_size < ByteCorpus.vocab_size:
         raise ValueError(f"model.vocab_size {model.vocab_size} must be {ByteCorpus.vocab_size} or more: bytes")
+    if config.log:
+        check_sinks(config.log)
     _check_pairs(config, dims, cut_seq_len)
     return dims
 
@@ -430,6 +450,14 @@ def train(config: TrainConfig, watch: Watch = lambda *_: None) -> TrainResult:
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     dims.build_mesh(device.type)
     job = Job(config, dims, device)
+    first, end = 0, min(config.steps, config.stop_at or config.steps)
+    if config.checkpoint and latest(config.checkpoint):
+        first = load(config.checkpoint, job.parts, job.optimizer)["step"]
+        if first >= end:
+            raise ValueError(
+                f"{config.checkpoint} holds the state after {first} steps, and this run ends at {end}: take more steps, or "
+                "another folder"
+            )
     n_multiplying = job.n_parameters - (0 if config.model.tied else config.model.vocab_size * config.model.dim)
     sizes = (config.model.n_layers, config.model.n_heads, config.model.head_dim, config.seq_len)
     meter = Meter(flops_per_token(n_multiplying, *sizes), dist.get_world_size(), device)
@@ -439,10 +467,15 @@ def train(config: TrainConfig, watch: Watch = lambda *_: None) -> TrainResult:
     n_tokens, is_first = config.global_batch * config.seq_len, dist.get_rank() == 0
     has_bar = is_first and sys.stderr.isatty()
     with contextlib.ExitStack() as stack:
-        log = stack.enter_context(log_to("csv", config.csv)) if config.csv and is_first else None
-        bar = stack.enter_context(tqdm(total=config.steps, unit="step", disable=not has_bar))
+        after = first or None  # None: logs begin anew
+        sinks = [("csv", config.csv)] if config.csv else []
+        sinks += [(config.log, config.log_folder)] if config.log else []
+        logs = [stack.enter_context(log_to(*sink, after=after)) for sink in sinks] if is_first else []
+        bar = stack.enter_context(tqdm(initial=first, total=config.steps, unit="step", disable=not has_bar))
+        saving = None
+        meter.steps, meter.tokens = first, first * n_tokens
         meter.start()
-        for step in range(config.steps):
+        for step in range(first, end):
             loss = job.forward_backward(job.microbatches(corpus, step)).item()
             grad_norm = clip_grad_norm_(
                 job.parameters, config.max_norm, dims.axis("pp") if dims.pp > 1 else None
@@ -457,16 +490,22 @@ def train(config: TrainConfig, watch: Watch = lambda *_: None) -> TrainResult:
             result.losses.append(loss)
             result.grad_norms.append(grad_norm)
             result.step_times_s.append(row["step_time_s"])
-            if is_last := step == config.steps - 1:
+            is_last = step == end - 1
+            if config.checkpoint and (is_last or (step + 1) % config.checkpoint_every == 0):
+                options = {"keep_last": config.keep_last, "previous": saving}
+                saving = async_save(config.checkpoint, step + 1, job.parts, job.optimizer, **options)
+            if is_last:
                 result.held_back_last = job.held_back_loss(corpus)
-            if log:
-                held_back = {config.steps - 1: result.held_back_last, 0: result.held_back_first}
+            for log in logs:
+                held_back = {end - 1: result.held_back_last, first: result.held_back_first}
                 log.log(row | {"held_back": held_back.get(step)})
             line = f"loss {loss:.4f}  grad norm {grad_norm:.3f}  {row['tokens_per_s']:,.0f} tokens/s"
             bar.set_postfix_str(line, refresh=False)
             bar.update()
             if is_first and not has_bar and config.log_every and (step % config.log_every == 0 or is_last):
                 print(f"step {step:>5}  {line}", flush=True)
+    if saving:
+        saving.wait()
     peak = torch.tensor(row["peak_memory_bytes"], device=device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     result.peak_memory_bytes = int(peak)

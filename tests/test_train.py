@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -276,3 +277,55 @@ def test_a_group_for_each_mesh_so_that_the_fused_kernel_takes_it():
 
     # 2 layers of 7 matrices and the two ends lie on fsdp × tp, 5 norms on fsdp
     assert sorted(launch(count, ranks=4, timeout=120)[0]) == [5, 16]
+
+
+# ------------------------------------------------------------------------------------------------- days of training
+
+
+def final(config: TrainConfig) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """On a rank: losses, and parameters after the last step, whole."""
+    parameters = {}
+
+    def watch(moment, step, part):
+        if moment == "updated":
+            parameters.update({n: p.detach().clone() for n, p in part.named_parameters()})
+
+    losses = train(config, watch).losses
+    return losses, {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in parameters.items()}
+
+
+def test_a_run_goes_on_from_its_checkpoint_on_any_number_of_ranks(tmp_path):
+    """6 steps at once, or 4 and then 2: bitwise on the same ranks, to 1e-10 on others. Old checkpoints are deleted."""
+    config = replace(CONFIG, steps=6, dtype="float64", log_every=0)
+    stopped = replace(config, checkpoint=str(tmp_path / "run"), checkpoint_every=2, keep_last=1, stop_at=4)
+    losses, parameters = launch(final, config, ranks=2)[0]
+    assert launch(final, stopped, ranks=2)[0][0] == losses[:4]
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["step-00000004"]
+    shutil.copytree(tmp_path / "run", tmp_path / "other")
+    rest, same = launch(final, replace(stopped, stop_at=None), ranks=2)[0]
+    assert rest == losses[4:] and all(torch.equal(same[name], p) for name, p in parameters.items())
+    split = replace(
+        stopped, stop_at=None, checkpoint=str(tmp_path / "other"), parallel=ParallelConfig(dp_shard=2, tp=2)
+    )
+    rest, same = launch(final, split, ranks=4)[0]
+    assert rest == pytest.approx(losses[4:], rel=1e-10)
+    for name, p in parameters.items():
+        assert (same[name] - p).norm() < 1e-10 * p.norm(), name
+    with pytest.raises(Exception, match="holds the state after 6 steps, and this run ends at 6"):
+        launch(final, split, ranks=4)
+
+
+def test_rows_go_to_tensorboard_and_a_resumed_run_adds_to_them(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = replace(CONFIG, log=("tensorboard", "csv"), log_folder=str(tmp_path), checkpoint=str(tmp_path / "kept"))
+    losses = [
+        loss for n in (2, 4) for loss in launch(train, replace(config, stop_at=n, log_every=0), ranks=1)[0].losses
+    ]
+    rows = list(csv.DictReader((tmp_path / "rows.csv").read_text().splitlines()))
+    assert [int(row["step"]) for row in rows] == [1, 2, 3, 4]
+    assert [float(row["loss"]) for row in rows] == losses
+    (folder,) = {path.parent for path in tmp_path.rglob("events.out.tfevents.*")}
+    found = EventAccumulator(str(folder)).Reload().Scalars("loss")
+    assert [event.step for event in found] == [1, 2, 3, 4]
+    assert [event.value for event in found] == pytest.approx(losses, rel=1e-6)
