@@ -306,6 +306,7 @@ def first_gradients(found: dict, expected: dict) -> float:
     return max(((got[name] - want[name]).norm() / want[name].norm()).item() for name in want)
 
 
+@pytest.mark.full
 def test_float8_whose_scales_no_layout_changes():
     """rowwise_with_gw_hp has a scale for each token and for each row of a weight that is whole, so any cut of the batch,
     the sequence or the layers computes float8's very numbers; tensor parallel cuts the rows of wo and w2."""
