@@ -31,13 +31,15 @@ LAYOUTS = {
     "1F1B": replace(CONFIG, parallel=ParallelConfig(dp_shard=2, pp=2), accumulate=4),
     "interleaved": replace(CONFIG, parallel=ParallelConfig(tp=2, pp=2), accumulate=4, schedule="interleaved_1f1b"),
 }
+FAST = ("FSDP × TP", "1F1B")
 COMPARED = ("all_gather", "reduce_scatter", "send", "all_to_all")
 
 
-def really() -> dict[str, tuple[dict, Counter]]:
+def really(names) -> dict[str, tuple[dict, Counter]]:
     """On a rank: bytes held and large messages of the second step, of each layout."""
     told = {}
-    for name, config in LAYOUTS.items():
+    for name in names:
+        config = LAYOUTS[name]
         dims = check(config, 4)
         dims.build_mesh("cpu")
         job = Job(config, dims, torch.device("cpu"), materialize)
@@ -55,37 +57,29 @@ def really() -> dict[str, tuple[dict, Counter]]:
     return told
 
 
-@pytest.fixture(scope="module")
-def on_ranks():
-    return launch(really, ranks=4, timeout=120)
+def dry(names) -> dict[str, DryRun]:
+    """On a rank alone: a dry run makes a process group, and this process must have none."""
+    dist.destroy_process_group()
+    return {name: dry_run(LAYOUTS[name], 4, rank=3) for name in names}
 
 
-@pytest.fixture(scope="module")
-def dry() -> dict[str, DryRun]:
-    """In processes of their own: a dry run makes a process group, and this process must have none."""
-
-    def of_rank_3():
-        dist.destroy_process_group()
-        return {name: dry_run(config, 4, rank=3) for name, config in LAYOUTS.items()}
-
-    return launch(of_rank_3, ranks=1, timeout=120)[0]
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_bytes_and_calls_are_those_of_a_real_rank(name, on_ranks, dry):
-    held, calls = on_ranks[3][name]
-    assert dry[name].held == held
-    found = Counter()
-    for of_axis in dry[name].collectives.values():
-        found.update({kind: count for kind, (count, _) in of_axis.items() if kind in COMPARED})
-    assert found == calls
-    assert dry[name].peak["parameters"] == held["parameters"] and dry[name].peak["other"] > 0
+@pytest.mark.parametrize("names", [FAST, pytest.param(tuple(LAYOUTS), marks=pytest.mark.full)], ids=["two", "all"])
+def test_bytes_and_calls_are_those_of_a_real_rank(names):
+    on_rank_3 = launch(really, names, ranks=4, timeout=120)[3]
+    (found,) = launch(dry, names, ranks=1, timeout=120)
+    for name, (held, calls) in on_rank_3.items():
+        assert found[name].held == held, name
+        counted = Counter()
+        for of_axis in found[name].collectives.values():
+            counted.update({kind: count for kind, (count, _) in of_axis.items() if kind in COMPARED})
+        assert counted == calls, name
+        assert found[name].peak["parameters"] == held["parameters"] and found[name].peak["other"] > 0
 
 
-def test_bytes_sent_follow_the_formulas(dry):
+def test_bytes_sent_follow_the_formulas():
     """FSDP on 4 ranks: two microbatches gather each block twice, the root once more as it stays, and reduce once each."""
-    calls = dry["FSDP"].collectives["dp_shard"]
-    parameters = 4 * dry["FSDP"].held["parameters"]
+    (found,) = launch(dry, ["FSDP"], ranks=1, timeout=120)
+    calls, parameters = found["FSDP"].collectives["dp_shard"], 4 * found["FSDP"].held["parameters"]
     n_gathered, n_reduced = calls["all_gather"], calls["reduce_scatter"]
     assert n_reduced[0] == 2 * 5 and n_gathered[0] == 2 * (4 + 5)
     assert n_reduced[1] == pytest.approx(2 * parameters * 3 / 4, rel=0.02)  # padding of rows that do not divide

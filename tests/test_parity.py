@@ -196,6 +196,13 @@ def test_sequence_and_loss_parallel_on_eight_ranks():
 
 
 @pytest.mark.full
+def test_tensor_parallel_8_on_sixteen_ranks():
+    """With FSDP 2: plain, with sequence parallel, with loss parallel too, and async."""
+    configs = [CONFIG, replace(CONFIG, sequence_parallel=True), BOTH, replace(CONFIG, async_tensor_parallel=True)]
+    run_and_compare([layout(dp_shard=2, tp=8, config=config) for config in configs], ranks=16)
+
+
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_eight_ranks_are_one_process_in_every_other_factoring():
     run_and_compare([layout(*factors) for factors in FACTORINGS if factors not in FAST])
