@@ -54,7 +54,9 @@ References: activations https://arxiv.org/abs/2205.05198 · ZeRO https://arxiv.o
 Letters: B batch, T tokens, D model dim, V vocabulary, H query heads, K head dim, F feed-forward, L layers.
 """
 
-from math import ceil, prod
+from dataclasses import dataclass, replace
+from math import ceil, log, prod, sqrt
+from typing import Any, NamedTuple
 
 import torch
 
@@ -260,3 +262,418 @@ def memory(config, *args, **kwargs) -> dict[str, Bytes]:
     tape = step_moments(config, *args, **kwargs)
     ends = {name: tape.pop(name) for name in ("rest", "forward", "step")}
     return ends | {"backward": max(tape.values(), key=total), "step": ends.pop("step")}
+
+
+# ---- time and links -------------------------------------------------------------------------------------------
+
+GIB = 2**30
+# The three efficiencies, and what the allocator holds beyond tensors. The same for every model, layout and GPU.
+MATMUL, ATTENTION, BANDWIDTH = 0.57, 0.2, 0.75  # of peak bf16 or float8 flops; of bf16 flops; of HBM's and links' bytes/s
+ALLOCATOR = 1.2  # reserved over allocated: rounding, gaps, workspaces
+SPREAD = 0.01  # standard deviation of the speed of GPUs at their power limit; a step waits for the slowest of all
+
+
+class GPU(NamedTuple):
+    """Of one GPU, from its data sheet. Bandwidths in bytes/s, of a link in one direction."""
+
+    memory: float  # bytes a process can have
+    flops: float  # bf16, dense
+    hbm: float
+    nvlink: float = 450e9
+    network: float = 50e9
+    per_host: int = 8
+    float8: float = 2.0  # its flops over those of bf16
+
+
+GPUS = {
+    "h100-96gb": GPU(95 * GIB, 989e12, 2.4e12),  # 500 W: clocks fall under load, which MATMUL holds too
+    "h100-80gb": GPU(79 * GIB, 989e12, 3.35e12),
+    "h200": GPU(140 * GIB, 989e12, 4.8e12),
+    "b200": GPU(178 * GIB, 2250e12, 8e12, nvlink=900e9),
+    "a100-80gb": GPU(79 * GIB, 312e12, 2.0e12, nvlink=300e9, network=25e9, float8=1.0),
+}
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # slowest-varying first: tp ranks are neighbours
+# schedule -> (stages a rank, idle units, units a microbatch and stage, least microbatches a rank of the line)
+SCHEDULES = {
+    "gpipe": (1, 1, 1, 0),
+    "1f1b": (1, 1, 1, 1),
+    "interleaved_1f1b": (2, 1, 1, 1),
+    "looped_bfs": (2, 1, 1, 1),
+    "interleaved_zero_bubble": (1, 1, 3, 1),
+    "zbv": (2, 1, 3, 2),
+    "dualpipev": (2, 1, 3, 2),
+}
+
+
+class Link(NamedTuple):
+    """What a rank sends in a step on one axis."""
+
+    kind: str  # "nvlink" or "network"
+    n_bytes: int
+    seconds: float
+    exposed: float  # seconds of them that nothing hides
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A step as it should go. memory, of the fullest rank at its peak, sums to peak; time, in seconds, to step_time."""
+
+    layout: str
+    memory: Bytes
+    moment: str  # of the peak
+    capacity: float
+    bubble: float
+    links: dict[str, Link]
+    time: dict[str, float]
+    tokens: int  # in a step, of a GPU's share
+    mfu: float
+
+    @property
+    def peak(self) -> int:
+        return total(self.memory)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.capacity
+
+    @property
+    def step_time(self) -> float:
+        return sum(self.time.values())
+
+    @property
+    def tokens_per_s_gpu(self) -> float:
+        return self.tokens / self.step_time
+
+    def limit(self) -> str:
+        """What stands in the way of more tokens a second, and what moves it."""
+        slow = max((name for name in self.time if name not in ("matmul", "attention")), key=self.time.get)
+        share = f"{slow} takes {self.time[slow] / self.step_time:.0%} of the step: {REMEDIES[slow]}"
+        return f"memory, {self.peak / self.capacity:.0%} full in {self.moment}; then {share}"
+
+    def describe(self) -> str:
+        lines = [f"{self.layout}: {self.tokens_per_s_gpu:,.0f} tokens/s a GPU, MFU {self.mfu:.1%}"]
+        lines += [f"peak {self.peak / GIB:.1f} GiB of {self.capacity / GIB:.0f} in {self.moment}: "]
+        lines[-1] += ", ".join(f"{kind} {n / GIB:.1f}" for kind, n in self.memory.items() if n)
+        lines += [f"step {self.step_time:.2f} s: " + ", ".join(f"{k} {s:.3f}" for k, s in self.time.items() if s)]
+        for axis, link in self.links.items():
+            lines += [f"{axis:13}{link.n_bytes / 1e9:8.2f} GB by {link.kind}, {link.seconds:.3f} s"]
+            lines[-1] += f", of which {link.exposed:.3f} s in sight"
+        return "\n".join([*lines, "next limit: " + self.limit()])
+
+
+REMEDIES = {
+    "elementwise": "compile, or fewer recomputed blocks",
+    "communication": "async tensor parallel, larger microbatches, or smaller groups on the slow link",
+    "optimizer": "more tokens a step",
+    "bubble": "more microbatches, or an interleaved or zero-bubble schedule",
+}
+
+
+def layers_of_stages(n_layers: int, n_stages: int) -> list[int]:
+    """How many layers each stage has: the next one always to the lightest, where the ends weigh one layer each."""
+    if not 1 <= n_stages <= n_layers:
+        raise ValueError(f"{n_layers} layers cannot fill {n_stages} stages, each with at least 1: use fewer stages")
+    counts = [1] * n_stages
+    ends = [(s == 0) + (s == n_stages - 1) for s in range(n_stages)]
+    for _ in range(n_layers - n_stages):
+        counts[min(range(n_stages), key=lambda s: (counts[s] + ends[s], -s))] += 1
+    return counts
+
+
+def bubble_fraction(schedule: str, n_ranks: int, microbatches: int, stages_per_rank: int | None = None) -> float:
+    """The idle share of the ranks of a pipeline. ValueError: fewer microbatches than the formula holds for."""
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule={schedule!r} is none of the {len(SCHEDULES)} there are: {', '.join(SCHEDULES)}")
+    v, _, units, least = SCHEDULES[schedule]
+    v = stages_per_rank or v
+    if n_ranks > 1 and microbatches < least * n_ranks - (schedule == "zbv"):
+        raise ValueError(
+            f"{schedule} on pp {n_ranks} wants at least {least * n_ranks - (schedule == 'zbv')} microbatches, got "
+            f"{microbatches}: take more microbatches, fewer stages, or gpipe"
+        )
+    return (n_ranks - 1) / (units * v * microbatches + n_ranks - 1)
+
+
+def _degrees(dims) -> dict[str, int]:
+    return {axis: getattr(dims, axis, 1) for axis in AXES}
+
+
+def stages_of_rank(schedule: str, n_ranks: int, rank: int, stages_per_rank: int | None = None) -> list[int]:
+    v = stages_per_rank or SCHEDULES[schedule][0]
+    return [rank, 2 * n_ranks - 1 - rank] if schedule in ("zbv", "dualpipev") else list(range(rank, v * n_ranks, n_ranks))
+
+
+def _parts(config, schedule, p, rank, stages_per_rank=None) -> tuple[int, bool, bool]:
+    """(layers, has the embedding, has the output) of a rank of the pipeline."""
+    mine = stages_of_rank(schedule, p, rank, stages_per_rank)
+    counts = layers_of_stages(config.n_layers, p * len(mine)) if p > 1 else [config.n_layers]
+    mine = mine if p > 1 else [0]
+    return sum(counts[s] for s in mine), 0 in mine, len(counts) - 1 in mine
+
+
+def state_bytes(
+    config,
+    dims,
+    rank: int = 0,
+    schedule: str = "1f1b",
+    stages_per_rank: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    state_dtype: torch.dtype | None = None,
+) -> Bytes:
+    """parameters, gradients, optimizer -> bytes that this rank of the job holds at rest, to the byte: FSDP over
+    dp_shard × cp cuts rows as torch.chunk does, after tensor parallel and the pipeline have."""
+    degrees, where = _degrees(dims), {}
+    for axis in reversed(AXES):
+        rank, where[axis] = divmod(rank, degrees[axis])
+    if rank:
+        raise ValueError(f"rank is beyond the {prod(degrees.values())} ranks of {degrees}")
+    n_layers, first, last = _parts(config, schedule, degrees["pp"], where["pp"], stages_per_rank)
+    block, root = parameter_shapes(config, degrees["tp"])
+    block, root = list(block.values()), dict(root)
+    if degrees["pp"] > 1 and getattr(config, "tied", False):
+        raise ValueError(f"tied embeddings lie on the first and the last stage of pp {degrees['pp']}: untie, or take pp 1")
+    if not first:
+        root.pop("tok_embeddings")
+    if not last:
+        root = {name: shape for name, shape in root.items() if name == "tok_embeddings"}
+    n, i, shapes = degrees["dp_shard"] * degrees["cp"], where["dp_shard"] * degrees["cp"] + where["cp"], []
+    vocabulary = config.vocab_size, ceil(config.vocab_size / degrees["tp"])
+    for name, shape in [("", shape) for shape in block * n_layers] + list(root.items()):
+        rows = shape[0]
+        if name in ("tok_embeddings", "output"):  # torch.chunk over tp: the last ranks may have fewer
+            rows = max(0, min(vocabulary[1], vocabulary[0] - where["tp"] * vocabulary[1]))
+        each = ceil(rows / n)
+        shapes.append((max(0, min(each, rows - i * each)), prod(shape[1:])))
+    numbers = sum(map(prod, shapes))
+    p, state = dtype.itemsize, (state_dtype or dtype).itemsize
+    return {"parameters": p * numbers, "gradients": p * numbers, "optimizer": 2 * state * numbers + 4 * len(shapes)}
+
+
+class _Job(NamedTuple):
+    """What every part of an estimate asks for."""
+
+    c: Any
+    gpu: GPU
+    pp: int
+    dp_replicate: int
+    n: int  # FSDP: dp_shard × cp
+    cp: int
+    tp: int
+    batch: int  # sequences in a microbatch
+    seq_len: int
+    m: int  # microbatches
+    schedule: str
+    v: int | None
+    checkpoint: str
+    compile: bool
+    float8: bool
+    async_tp: bool
+    sequence_parallel: bool
+    loss_parallel: bool
+
+    @property
+    def N(self) -> int:  # tokens of a microbatch on a rank
+        return self.batch * self.seq_len // self.cp
+
+    @property
+    def s(self) -> int:
+        return self.tp if self.sequence_parallel else 1
+
+
+def _memory_of_stage(job: _Job, r: int) -> dict[str, Bytes]:
+    """Moments of rank r of a pipeline. FSDP gathers once a step, and adds up whole gradients in float32 until its end."""
+    c, (n_layers, first, last) = job.c, _parts(job.c, job.schedule, job.pp, r, job.v)
+    layout = {"tp": job.tp, "sequence_parallel": job.sequence_parallel}
+    kept = {mode: total(kept_by_block(c, job.N, 2, mode, **layout)) for mode in ("none", "full", "per_op")}
+    everything = kept_by_block(c, job.N, 2, **layout)
+    a_block = (kept["none"] + kept["full"]) / 2 if job.checkpoint == "every_other" else kept[job.checkpoint]
+    block, root = (sum(map(prod, unit.values())) for unit in parameter_shapes(c, job.tp))
+    ends = (root - c.dim) // 2 * first + ((root - c.dim) // 2 + c.dim) * last
+    whole = n_layers * block + ends
+    rows = ceil(whole / job.n)
+    v = job.v or SCHEDULES[job.schedule][0]
+    p, m = job.pp, job.m
+    chunks = {  # microbatches in flight, each in 1/v of this rank's layers
+        "gpipe": m,
+        "1f1b": min(m, p - r),
+        "interleaved_1f1b": min(m * v, 2 * (p - r - 1) + (v - 1) * p + 1),
+        "looped_bfs": m * v,
+        "interleaved_zero_bubble": min(m * v, p * v),
+        "zbv": min(m * v, 2 * p),
+        "dualpipev": min(m * v, 2 * p + 1),
+    }[job.schedule]
+    x = kept["full"]
+    in_flight = chunks / v * n_layers * a_block + (2 * m * v - chunks) * x  # torch keeps buffers for all m
+    around = 4 * job.seq_len // job.cp * (c.dim // c.n_heads) * n_layers + 16 * job.N
+    logits = job.N * 4 * (ceil(c.vocab_size / job.tp) if job.loss_parallel else c.vocab_size) * last
+    always = {"parameters": 4 * rows, "optimizer": 8 * rows}
+    gathered = 2 * ends + (1 if job.float8 else 2) * n_layers * block if job.n > 1 else 2 * whole
+
+    def moment(**changing) -> Bytes:
+        return {kind: int((always | changing).get(kind, 0)) for kind in KINDS}
+
+    running = kept["none"] + 2 * everything["h"] + x - (a_block if job.checkpoint != "none" else kept["none"])
+    here = {"gathered": gathered, "gradients": 4 * whole}
+    found = {"a block's backward": moment(**here, activations=in_flight + around + running)}
+    if last:
+        found["the loss"] = moment(**here, activations=in_flight + around + job.N * c.dim * 2, logits=logits * (4 if job.loss_parallel and job.tp > 1 else 3))
+    found["the last reduce"] = moment(gathered=4 * block, gradients=4 * whole + 4 * rows)
+    return found
+
+
+def _memory(job: _Job) -> tuple[str, Bytes]:
+    if job.pp == 1:
+        found = step_moments(
+            job.c,
+            "fsdp",
+            job.dp_replicate,
+            job.n,
+            job.tp,
+            batch=job.batch,
+            seq_len=job.seq_len // job.cp,
+            microbatches=job.m,
+            checkpoint=job.checkpoint,
+            compute_dtype=torch.bfloat16,
+            sequence_parallel=job.sequence_parallel,
+            loss_parallel=job.loss_parallel,
+        )
+    else:
+        stages = {r: _memory_of_stage(job, r) for r in range(job.pp)}
+        found = {f"{name} on stage {r}": held for r, moments in stages.items() for name, held in moments.items()}
+    moment = max(found, key=lambda name: total(found[name]))
+    held = found[moment]
+    return moment, held | {"allocator": int(total(held) * (ALLOCATOR - 1))}
+
+
+def _work(job: _Job, n_layers: int, first: bool, last: bool) -> dict[str, float]:
+    """Seconds of one microbatch on a rank, forward and backward, by kind; 'tp' those of its messages, hidden or not."""
+    c, N, t, s, gpu = job.c, job.N, job.tp, job.s, job.gpu
+    D, F, V = c.dim, c.ffn_dim, c.vocab_size
+    C = D // c.n_heads * c.n_kv_heads
+    again = {"none": 0.0, "every_other": 0.5, "per_op": 1.0, "full": 1.0}[job.checkpoint]
+    linear = {"wq": D * D, "wk": D * C, "wv": D * C, "wo": D * D, "w1": D * F, "w3": D * F, "w2": D * F}
+    forward = sum(linear.values())
+    redone = {"per_op": linear["wq"] + linear["wv"] + linear["w1"]}.get(job.checkpoint, again * (forward - D * F))
+    layer_flops = 2 * N * (3 * forward + redone) / t * n_layers
+    peak = gpu.flops * MATMUL
+    matmul = layer_flops / (peak * (gpu.float8 if job.float8 else 1)) + 6 * N * D * V / t * last / peak
+    passes = 3.5 + (again if job.checkpoint != "per_op" else 0)  # of the forward; backward makes the scores again
+    attention = passes * 2 * N * job.seq_len * D / t * n_layers / (gpu.flops * ATTENTION)
+
+    # Numbers read or written for a token and layer, 2 bytes each; a compiled chain reads its inputs and writes its result.
+    norm, rope, silu, silu_back = (2, 2, 3, 5) if job.compile else (14, 8, 5, 9)
+    once = (2 * norm + 5) * D / s + rope * (D + C) / t + silu * F / t
+    back = (2 * norm + 4) * D / s + 7 * D + rope * (D + C) / t + silu_back * F / t
+    n_bytes = N * n_layers * 2 * ((1 + again) * once + back)
+    n_bytes += 38 * N * V / (t if job.loss_parallel else 1) * last  # softmax in float32, kernel by kernel
+    block, root = (sum(map(prod, unit.values())) for unit in parameter_shapes(c, t))
+    weights = n_layers * block + root // 2 * first + root // 2 * last
+    if job.float8:  # largest magnitude, cast: 2 + 2 + 1 bytes an operand
+        x = 2 * D / s + D / t + F / t
+        dy = (D + 2 * C) / t + 2 * D / s + 2 * F / t
+        n_bytes += 5 * N * n_layers * ((2 + again) * x + dy)
+        n_bytes += 3 * n_layers * block  # weights, transposed for backward
+    n_bytes += (10 if job.m > 1 else 6) * weights  # a gradient is added to the sum, or copied to be sent
+    n_bytes += 0 if job.pp > 1 else 8 * weights  # gathered twice, and copied out of the message
+    if job.async_tp:
+        n_bytes += N * D * 2 * 2 * (4 + again) * n_layers  # the parts of sums
+    e = 1 if job.float8 else 2  # what is gathered may travel in 8 bits, sums do not
+    a_message = N * D * (t - 1) / t
+    redo = {"per_op": 2 * e, "none": 0}.get(job.checkpoint, again * (2 * e + 2))
+    tp = a_message * (n_layers * (4 * e + 4 * 2 + redo) + 4 * first + 4 * last)
+    return {"matmul": matmul, "attention": attention, "elementwise": n_bytes / (gpu.hbm * BANDWIDTH), "tp bytes": tp}
+
+
+def _speed(job: _Job, stride: int, size: int) -> tuple[str, float]:
+    """A group's link, and a member's bytes/s: across hosts, the members on a host share its network cards."""
+    if stride * size <= job.gpu.per_host:
+        return "nvlink", job.gpu.nvlink * BANDWIDTH
+    members = max(1, min(size, job.gpu.per_host // stride))
+    return "network", min(job.gpu.nvlink, job.gpu.network * members) * BANDWIDTH
+
+
+def estimate(
+    config,
+    dims,
+    gpu: str | GPU = "h100-96gb",
+    *,
+    seq_len: int,
+    local_batch: int = 1,
+    microbatches: int | None = None,
+    schedule: str = "1f1b",
+    stages_per_rank: int | None = None,
+    checkpoint: str = "full",
+    compile: bool = True,
+    float8: bool = False,
+    async_tp: bool = False,
+    sequence_parallel: bool = True,
+    loss_parallel: bool = True,
+) -> Estimate:
+    """A training step: bf16 compute, float32 parameters, gradients and AdamW; FSDP over dp_shard × cp.
+
+    config: a ModelConfig, dims: a ParallelDims, or whatever has their attributes. local_batch: sequences of seq_len
+    of each data-parallel rank in a step; microbatches: default pp. float8: tensorwise, gathered in 8 bits.
+    ValueError: sizes that do not divide; experts; a schedule with too few microbatches.
+    """
+    degrees = _degrees(dims)
+    gpu = GPUS[gpu] if isinstance(gpu, str) else gpu
+    pp, cp, tp, m = degrees["pp"], degrees["cp"], degrees["tp"], microbatches or degrees["pp"]
+    _check(config, "fsdp", checkpoint, degrees["dp_replicate"], degrees["dp_shard"], tp, torch.float32, torch.bfloat16, pp=pp, cp=cp, seq_len=seq_len, local_batch=local_batch, microbatches=m)  # fmt: skip
+    if local_batch % m:
+        legal = [k for k in range(1, local_batch + 1) if local_batch % k == 0]
+        raise ValueError(f"local_batch {local_batch} cannot be cut into {m} equal microbatches: use one of {legal}")
+    if seq_len % (2 * cp if cp > 1 else 1) or seq_len // cp % tp:
+        raise ValueError(f"seq_len {seq_len} cannot be cut by 2 × cp {cp} and tp {tp}: take a multiple of {2 * cp * tp}")
+    if pp > 1 and getattr(config, "tied", False):
+        raise ValueError(f"tied embeddings lie on the first and the last stage of pp {pp}: untie, or take pp 1")
+    bubble = bubble_fraction(schedule, pp, m, stages_per_rank) if pp > 1 else 0.0
+    n = degrees["dp_shard"] * cp
+    job = _Job(config, gpu, pp, degrees["dp_replicate"], n, cp, tp, local_batch // m, seq_len, m, schedule, stages_per_rank, checkpoint, compile, float8, async_tp and tp > 1, sequence_parallel and tp > 1, loss_parallel and tp > 1)  # fmt: skip
+    moment, held = _memory(job)
+
+    ranks = [(_parts(config, schedule, pp, r, stages_per_rank)) for r in {0, pp // 2, pp - 1}]
+    works = [_work(job, *parts) for parts in ranks]
+    kinds = ("matmul", "attention", "elementwise")
+    i = max(range(len(ranks)), key=lambda i: sum(works[i][k] for k in kinds) + works[i]["tp bytes"] / gpu.nvlink)
+    (n_layers, first, last), work = ranks[i], works[i]
+    time = {kind: m * work[kind] for kind in kinds}
+    n_gpus = prod(degrees.values())
+    slowest = 1 + SPREAD * sqrt(2 * log(n_gpus))  # the expected largest of so many normal numbers
+    time = {kind: seconds * slowest for kind, seconds in time.items()}
+    busy, links = sum(time.values()), {}
+
+    def link(axis, stride, size, n_bytes, hidden):
+        kind, speed = _speed(job, stride, size)
+        if size > 1:
+            links[axis] = Link(kind, int(n_bytes), n_bytes / speed, max(0.0, n_bytes / speed - hidden))
+
+    link("tp", 1, tp, m * work["tp bytes"], 0.9 * time["matmul"] if job.async_tp else 0.0)
+    kv = job.N * 2 * (config.dim // config.n_heads) * config.n_kv_heads // tp * 2 * n_layers
+    passes = 3 if checkpoint in ("none", "per_op") else 4  # forward, again, and backward with the gradients of k and v
+    link("cp", tp, cp, (cp - 1) * kv * passes * m, time["attention"] / 2)
+    block, root = (sum(map(prod, unit.values())) for unit in parameter_shapes(config, tp))
+    ends = root // 2 * first + root // 2 * last if pp > 1 else root
+    share, times = (n - 1) / n, 1 if pp > 1 else m
+    gathers = (1 if pp > 1 else 2) * times * ((1 if float8 else 2) * n_layers * block + 2 * ends) * share
+    reduces = times * 4 * (n_layers * block + ends) * share
+    speed = _speed(job, tp, n)[1]
+    # Nothing hides the first gather and the last reduce; a pipeline reduces when all microbatches are done.
+    sight = (2 * (ends + block) + 4 * (ends if pp == 1 else n_layers * block + ends)) * share / speed
+    link("fsdp", tp, n, gathers + reduces, busy - sight)
+    if "fsdp" in links:
+        links["fsdp"] = links["fsdp"]._replace(exposed=max(links["fsdp"].exposed, sight))
+    rows, k = (n_layers * block + ends) / n, job.dp_replicate
+    link("dp_replicate", tp * n, k, 2 * (k - 1) / k * 4 * rows * times, busy / 2 / m)
+    stages = stages_per_rank or SCHEDULES[schedule][0]
+    link("pp", tp * n * k, pp, 2 * m * stages * job.N * config.dim // job.s * 2, 0.0)
+    time["communication"] = sum(l.exposed for l in links.values())
+    in_turn = busy + sum(links[a].exposed for a in ("tp", "cp", "pp") if a in links)  # in each microbatch
+    time["bubble"] = in_turn * bubble / (1 - bubble)
+    time["optimizer"] = 40 * rows / (gpu.hbm * BANDWIDTH)  # clipped and updated: ten passes of float32
+
+    tokens = local_batch * seq_len * degrees["dp_replicate"] * degrees["dp_shard"] / n_gpus
+    multiply = config.n_layers * sum(map(prod, parameter_shapes(config)[0].values())) + config.vocab_size * config.dim
+    flops = 6 * multiply + 12 * config.n_layers * config.dim * seq_len
+    layout = " × ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "one GPU"
+    found = Estimate(layout, held, moment, gpu.memory, bubble, links, time, tokens, 0.0)
+    return replace(found, mfu=flops * found.tokens_per_s_gpu / gpu.flops)

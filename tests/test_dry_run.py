@@ -15,7 +15,9 @@ from minititan.dry_run import DryRun, dry_run
 from minititan.lab.launch import launch
 from minititan.lab.trace import recording
 from minititan.meta_init import materialize
-from minititan.model import ModelConfig
+from minititan.model import PRESETS, ModelConfig
+from minititan.parallel_dims import ParallelDims
+from minititan.planner import state_bytes
 from minititan.train import Job, ParallelConfig, TrainConfig, check
 
 CONFIG = TrainConfig(
@@ -69,6 +71,9 @@ def test_bytes_and_calls_are_those_of_a_real_rank(names):
     (found,) = launch(dry, names, ranks=1, timeout=120)
     for name, (held, calls) in on_rank_3.items():
         assert found[name].held == held, name
+        config = LAYOUTS[name]
+        layout = check(config, 4), 3, config.schedule, config.stages_per_rank
+        assert state_bytes(config.model, *layout) == held, name
         counted = Counter()
         for of_axis in found[name].collectives.values():
             counted.update({kind: count for kind, (count, _) in of_axis.items() if kind in COMPARED})
@@ -83,6 +88,21 @@ def test_bytes_sent_follow_the_formulas():
     n_gathered, n_reduced = calls["all_gather"], calls["reduce_scatter"]
     assert n_reduced[0] == 2 * 5 and n_gathered[0] == 2 * (4 + 5)
     assert n_reduced[1] == pytest.approx(2 * parameters * 3 / 4, rel=0.02)  # padding of rows that do not divide
+
+
+@pytest.mark.full
+def test_a_rank_of_512_holds_what_the_planner_says():
+    """Llama 3 405B on dp_shard 4 × tp 8 × pp 16, rank 0: 25 s and 0.4 GiB here."""
+    command = (
+        "-m minititan.train --dry-run --world-size 512 --preset llama3-405b --parallel.dp-shard 4 --parallel.tp 8 "
+        "--parallel.pp 16 --accumulate 16 --global-batch 64 --seq-len 8192 --compute-dtype bfloat16 --sequence-parallel "
+        "--loss-parallel --activation-checkpoint full"
+    )
+    done = subprocess.run([sys.executable, *command.split()], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("  at rest")]
+    told = {kind: int(n.replace(",", "")) for _, _, kind, n, *_ in lines}
+    assert told == state_bytes(PRESETS["llama3-405b"], ParallelDims(dp_shard=4, tp=8, pp=16, world_size=512))
 
 
 def test_command_line():

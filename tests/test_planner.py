@@ -1,5 +1,7 @@
 """The planner against bytes measured on real ranks: the ledger. Then its formulas, its refusals, its speed."""
 
+import json
+import pathlib
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
+from minititan import planner
 from minititan.activation_checkpoint import apply_activation_checkpoint
 from minititan.data_parallel import apply_ddp, skip_sync
 from minititan.fsdp import apply_fsdp
@@ -330,3 +333,55 @@ def test_refused_with_all_numbers(change, told):
 def test_experts_are_refused():
     with pytest.raises(ValueError, match="n_experts 8: only dense models"):
         memory(PRESETS["debug-moe"], seq_len=64)
+
+
+# ---- time, against what others have published -------------------------------------------------------------------
+
+PUBLISHED = json.loads((pathlib.Path(__file__).parent / "published_results.json").read_text())["rows"]
+# Memory that is not reached: predicted 42 and 43 GiB. No term of the tape gives the 36 GiB more that were measured at
+# pp 16 and not at pp 8, where the same formula is 6% off.
+MEMORY_NOT_REACHED = {("llama3-405b", 16)}
+
+
+def predicted(row: dict) -> planner.Estimate:
+    dims = SimpleNamespace(dp_replicate=1, ep=1, **{axis: row[axis] for axis in ("dp_shard", "cp", "tp", "pp")})
+    options = {"checkpoint": row["ac"], "compile": row["compile"], "float8": bool(row["float8"])}
+    options |= {"async_tp": row["async_tp"], "schedule": row.get("schedule") or "1f1b"}
+    sizes = {"seq_len": row["seq_len"], "local_batch": row["local_batch"]}
+    return planner.estimate(PRESETS[row["model"]], dims, "h100-96gb", **sizes, **options)
+
+
+def test_published_measurements_are_predicted():
+    """Tokens/s within 20% on each of the 14 rows, memory within 10% on the 12 that the tape explains; no row has a
+    constant of its own."""
+    speed, memory = {}, {}
+    for i, row in enumerate(PUBLISHED):
+        found = predicted(row)
+        speed[i], memory[i] = found.tokens_per_s_gpu / row["tok_s_gpu"], found.peak / planner.GIB / row["mem_gib"]
+        name = f"{row['model']} on {row['gpus']}: {found.layout}"
+        print(
+            f"{name:50} tokens/s {row['tok_s_gpu']:6,} predicted {speed[i]:.2f}  memory {row['mem_gib']} {memory[i]:.2f}"
+        )
+    assert len(PUBLISHED) == 14 and all(abs(ratio - 1) < 0.2 for ratio in speed.values()), speed
+    reached = [i for i, row in enumerate(PUBLISHED) if (row["model"], row["pp"]) not in MEMORY_NOT_REACHED]
+    assert len(reached) == 12 and all(abs(memory[i] - 1) < 0.1 for i in reached), memory
+
+
+def test_what_interleaving_float8_and_compile_gain():
+    """Ratios of published rows that differ in one thing, within 5% for the schedule and 15% for the others."""
+
+    def gain(change: dict, **kind):
+        rows = [r for r in PUBLISHED if all(r.get(k) == v for k, v in kind.items())]
+        (before,) = [r for r in rows if all(r.get(k) == old for k, (old, _) in change.items())]
+        (after,) = [r for r in rows if all(r.get(k) == new for k, (_, new) in change.items())]
+        return (
+            predicted(after).tokens_per_s_gpu
+            / predicted(before).tokens_per_s_gpu
+            / (after["tok_s_gpu"] / before["tok_s_gpu"])
+        )
+
+    assert abs(gain({"schedule": ("1f1b", "interleaved_1f1b")}, model="llama3-405b", pp=16) - 1) < 0.05
+    for gpus in (8, 128):
+        assert abs(gain({"compile": (False, True)}, model="llama3-8b", gpus=gpus, float8=None) - 1) < 0.15
+        kind = {"model": "llama3-8b", "gpus": gpus, "compile": True, "seq_len": 8192}
+        assert abs(gain({"float8": (None, "tensorwise")}, **kind) - 1) < 0.15
