@@ -59,7 +59,9 @@ References: activations https://arxiv.org/abs/2205.05198 · ZeRO https://arxiv.o
 Letters: B batch, T tokens, D model dim, V vocabulary, H query heads, K head dim, F feed-forward, L layers.
 """
 
+import argparse
 from dataclasses import dataclass, replace
+from itertools import product
 from math import ceil, log, prod, sqrt
 from typing import Any, NamedTuple
 
@@ -273,11 +275,9 @@ def memory(config, *args, **kwargs) -> dict[str, Bytes]:
 
 GIB = 2**30
 # The three efficiencies, and what the allocator holds beyond tensors. The same for every model, layout and GPU.
-MATMUL, ATTENTION, BANDWIDTH = (
-    0.57,
-    0.2,
-    0.75,
-)  # of peak bf16 or float8 flops; of bf16 flops; of HBM's and links' bytes/s
+MATMUL = 0.57  # of the peak flops, bf16 or float8
+ATTENTION = 0.2  # of the peak bf16 flops
+BANDWIDTH = 0.75  # of HBM's and the links' bytes/s
 ALLOCATOR = 1.2  # reserved over allocated: rounding, gaps, workspaces
 SPREAD = 0.01  # standard deviation of the speed of GPUs at their power limit; a step waits for the slowest of all
 
@@ -302,15 +302,15 @@ GPUS = {
     "a100-80gb": GPU(79 * GIB, 312e12, 2.0e12, nvlink=300e9, network=25e9, float8=1.0),
 }
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # slowest-varying first: tp ranks are neighbours
-# schedule -> (stages a rank, idle units, units a microbatch and stage, least microbatches a rank of the line)
+# schedule -> (stages a rank, units of a microbatch in a stage where the ramp has 1 a rank, least microbatches a rank)
 SCHEDULES = {
-    "gpipe": (1, 1, 1, 0),
-    "1f1b": (1, 1, 1, 1),
-    "interleaved_1f1b": (2, 1, 1, 1),
-    "looped_bfs": (2, 1, 1, 1),
-    "interleaved_zero_bubble": (1, 1, 3, 1),
-    "zbv": (2, 1, 3, 2),
-    "dualpipev": (2, 1, 3, 2),
+    "gpipe": (1, 1, 0),
+    "1f1b": (1, 1, 1),
+    "interleaved_1f1b": (2, 1, 1),
+    "looped_bfs": (2, 1, 1),
+    "interleaved_zero_bubble": (2, 3, 1),
+    "zbv": (2, 3, 2),
+    "dualpipev": (2, 3, 2),
 }
 
 
@@ -393,7 +393,7 @@ def bubble_fraction(schedule: str, n_ranks: int, microbatches: int, stages_per_r
     """The idle share of the ranks of a pipeline. ValueError: fewer microbatches than the formula holds for."""
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule={schedule!r} is none of the {len(SCHEDULES)} there are: {', '.join(SCHEDULES)}")
-    v, _, units, least = SCHEDULES[schedule]
+    v, units, least = SCHEDULES[schedule]
     v = stages_per_rank or v
     if n_ranks > 1 and microbatches < least * n_ranks - (schedule == "zbv"):
         raise ValueError(
@@ -696,3 +696,155 @@ def estimate(
     layout = " × ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "one GPU"
     found = Estimate(layout, held, moment, gpu.memory, bubble, links, time, tokens, 0.0)
     return replace(found, mfu=flops * found.tokens_per_s_gpu / gpu.flops)
+
+
+# ---- search ---------------------------------------------------------------------------------------------------
+
+
+class Dims(NamedTuple):
+    """As `ParallelDims`, without a mesh."""
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+
+
+class Plan(NamedTuple):
+    dims: Dims
+    options: dict  # microbatches, schedule and checkpoint
+    estimate: Estimate
+
+
+class Ranking(NamedTuple):
+    plans: list[Plan]  # the best of each layout that fits, fastest first
+    n_tried: int  # layouts, before their microbatches and checkpoints
+    why: str
+
+
+def _divisors(n: int) -> list[int]:
+    return [k for k in range(1, n + 1) if n % k == 0]
+
+
+def search(config, n_gpus: int, gpu: str | GPU = "h100-96gb", *, seq_len: int, global_batch: int, **options) -> Ranking:
+    """All layouts of n_gpus that do global_batch sequences a step and fit, by tokens/s; why the first is first.
+
+    Tried for each: every number of microbatches, 1F1B and interleaved, checkpoints none, per_op and full, unless an
+    option says otherwise; options as `estimate` takes them. ValueError: nothing fits, with the one that comes nearest.
+    """
+    spec = GPUS[gpu] if isinstance(gpu, str) else gpu
+    best, nearest, n_tried, refused = [], None, 0, ""
+    for tp, pp in product(_divisors(min(n_gpus, spec.per_host)), _divisors(n_gpus)):
+        for cp in _divisors(n_gpus // (tp * pp)) if n_gpus % (tp * pp) == 0 else []:
+            dims = Dims(dp_shard=n_gpus // (tp * pp * cp), cp=cp, tp=tp, pp=pp)
+            if global_batch % dims.dp_shard or cp > seq_len // 4096 + 1:
+                continue
+            n_tried, of_layout = n_tried + 1, []
+            tries = {"checkpoint": ("none", "per_op", "full"), "schedule": ("1f1b", "interleaved_1f1b")[: 1 + (pp > 1)]}
+            tries["microbatches"] = [m for m in _divisors(global_batch // dims.dp_shard) if m >= pp]
+            tries |= {name: (value,) for name, value in options.items()}
+            for values in product(*tries.values()):
+                tried = dict(zip(tries, values, strict=True))
+                try:
+                    found = estimate(
+                        config, dims, spec, seq_len=seq_len, local_batch=global_batch // dims.dp_shard, **tried
+                    )
+                except ValueError as error:
+                    refused = str(error)
+                    continue
+                plan = Plan(dims, {name: tried[name] for name in ("microbatches", "schedule", "checkpoint")}, found)
+                if found.fits:
+                    of_layout.append(plan)
+                elif nearest is None or found.peak < nearest.estimate.peak:
+                    nearest = plan
+            if of_layout:
+                best.append(max(of_layout, key=lambda plan: plan.estimate.tokens_per_s_gpu))
+    if not best:
+        near = f"{nearest.estimate.layout} needs {nearest.estimate.peak / GIB:.0f} GiB" if nearest else refused
+        raise ValueError(
+            f"none of {n_tried} layouts of {n_gpus} GPUs with {spec.memory / GIB:.0f} GiB does {global_batch} sequences "
+            f"of {seq_len}: {near}. Take more GPUs, shorter sequences, or another batch"
+        )
+    best.sort(key=lambda plan: -plan.estimate.tokens_per_s_gpu)
+    return Ranking(best, n_tried, _why(best, n_tried))
+
+
+def _why(plans: list[Plan], n_tried: int) -> str:
+    first = plans[0].estimate
+    told = [f"{first.layout} comes first of {len(plans)} layouts that fit, of {n_tried}"]
+    for plan in plans[1:3]:
+        other = plan.estimate
+        lost = {kind: other.time[kind] - first.time[kind] for kind in first.time}  # the same tokens a step
+        most, slower = max(lost, key=lost.get), other.step_time / first.step_time - 1
+        if slower < 0.01:
+            told.append(f"{other.layout} is as fast")
+            continue
+        told.append(
+            f"{other.layout} is {slower:.1%} slower, most of it {most}: {other.time[most]:.2f} s in place of "
+            f"{first.time[most]:.2f} s"
+        )
+    return "; ".join(told) + f". Next limit: {first.limit()}"
+
+
+# ---- command line ---------------------------------------------------------------------------------------------
+
+
+class Sizes(NamedTuple):
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    ffn_dim: int
+    vocab_size: int = 128_256
+    tied: bool = False
+
+
+MODELS = {
+    "llama3-1b": Sizes(2048, 16, 32, 8, 8192, tied=True),
+    "llama3-8b": Sizes(4096, 32, 32, 8, 14_336),
+    "llama3-70b": Sizes(8192, 80, 64, 8, 28_672),
+    "llama3-405b": Sizes(16_384, 126, 128, 8, 53_248),
+}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """python -m minititan.planner --model llama3-70b --gpus 256 --global-batch 512           ranks layouts
+    python -m minititan.planner --model llama3-8b --dp-shard 8 --local-batch 2 --checkpoint per_op   tells of one"""
+    parser = argparse.ArgumentParser(usage=main.__doc__)
+    parser.add_argument("--model", choices=MODELS, default="llama3-8b")
+    parser.add_argument("--gpu", choices=GPUS, default="h100-96gb")
+    parser.add_argument("--gpus", type=int, help="rank all layouts of so many")
+    parser.add_argument("--global-batch", type=int, help="with --gpus: sequences a step; default one a GPU")
+    for axis in AXES:
+        parser.add_argument(f"--{axis.replace('_', '-')}", type=int, default=1)
+    numbers = {"seq_len": 8192, "local_batch": None, "microbatches": None, "stages_per_rank": None}
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    parser.add_argument("--schedule", choices=SCHEDULES)
+    parser.add_argument("--checkpoint", choices=CHECKPOINTS)
+    for name in ("float8", "async_tp", "no_compile"):
+        parser.add_argument(f"--{name.replace('_', '-')}", action="store_true")
+    told = vars(parser.parse_args(arguments))
+    model, gpu, gpus, batch = (told.pop(name) for name in ("model", "gpu", "gpus", "global_batch"))
+    dims = Dims(**{axis: told.pop(axis) for axis in AXES})
+    options = {name: value for name, value in told.items() if value is not None} | {"compile": not told["no_compile"]}
+    options.pop("no_compile")
+    try:
+        if not gpus:
+            print(estimate(MODELS[model], dims, gpu, **options).describe())
+            return
+        ranking = search(MODELS[model], gpus, gpu, global_batch=batch or gpus, **options)
+    except ValueError as error:
+        parser.error(str(error))
+    for plan in ranking.plans[:10]:
+        e, told = plan.estimate, ", ".join(map(str, plan.options.values()))
+        print(
+            f"{e.tokens_per_s_gpu:7,.0f} tokens/s a GPU, MFU {e.mfu:5.1%}, {e.peak / GIB:5.1f} GiB  {e.layout} ({told})"
+        )
+    print(f"\n{ranking.why}\n\n{ranking.plans[0].estimate.describe()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from minititan import planner
+from minititan import pipeline_parallel, planner
 from minititan.activation_checkpoint import apply_activation_checkpoint
 from minititan.data_parallel import apply_ddp, skip_sync
 from minititan.fsdp import apply_fsdp
@@ -389,3 +389,115 @@ def test_what_interleaving_float8_and_compile_gain():
         assert abs(gain({"compile": (False, True)}, model="llama3-8b", gpus=gpus, float8=None) - 1) < 0.15
         kind = {"model": "llama3-8b", "gpus": gpus, "compile": True, "seq_len": 8192}
         assert abs(gain({"float8": (None, "tensorwise")}, **kind) - 1) < 0.15
+
+
+@pytest.mark.parametrize("n_stages", [1, 2, 3, 16, 32])
+def test_stages_are_those_of_the_pipeline(n_stages):
+    for n_layers in (32, 80, 126):
+        there = pipeline_parallel.layers_of_stages(n_layers, n_stages)
+        assert planner.layers_of_stages(n_layers, n_stages) == [len(of_stage) for of_stage in there]
+
+
+@pytest.mark.parametrize("schedule", planner.SCHEDULES)
+def test_bubble_and_places_are_those_of_the_pipeline(schedule):
+    for p, m in ((2, 4), (4, 8), (4, 16)):
+        assert planner.bubble_fraction(schedule, p, m) == pytest.approx(
+            pipeline_parallel.bubble_fraction(schedule, p, m)
+        )
+        there = pipeline_parallel.stages_of_ranks(schedule, p)
+        assert [planner.stages_of_rank(schedule, p, r) for r in range(p)] == there
+
+
+def test_a_rank_holds_its_stage_of_a_split_model():
+    """The parameters of split_model's parts, and on all ranks together those of the whole model."""
+    config = replace(PRESETS["debug"], n_layers=6)
+    whole = on_meta(lambda: Transformer(config))
+    dims = planner.Dims(dp_shard=2, tp=2, pp=2)
+    for schedule in ("1f1b", "interleaved_1f1b", "zbv"):
+        places = pipeline_parallel.stages_of_ranks(schedule, 2)
+        n_stages, on_rank = sum(map(len, places)), []
+        for r, stages in enumerate(places):
+            parts = [pipeline_parallel.split_model(whole, n_stages, s) for s in stages]
+            on_rank.append(sum(p.numel() for part in parts for p in part.parameters() if p.ndim > 1))
+            held = [planner.state_bytes(config, dims, 4 * r + i, schedule)["parameters"] for i in range(4)]
+            norms = sum(p.numel() for part in parts for p in part.parameters() if p.ndim == 1)
+            assert sum(held) == 4 * (on_rank[-1] + 2 * norms), "each tp rank has all of a norm"
+        assert sum(on_rank) == sum(p.numel() for p in whole.parameters() if p.ndim > 1)
+
+
+def test_published_rows_come_in_their_order():
+    found = {i: predicted(row).tokens_per_s_gpu for i, row in enumerate(PUBLISHED)}
+    assert sorted(found, key=found.get) == sorted(found, key=lambda i: PUBLISHED[i]["tok_s_gpu"])
+
+
+def test_memory_and_time_add_up():
+    dims = planner.Dims(dp_replicate=2, dp_shard=4, cp=2, tp=4, pp=4)
+    found = planner.estimate(PRESETS["llama3-70b"], dims, seq_len=8192, local_batch=8)
+    assert found.peak == total(found.memory) and found.step_time == sum(found.time.values())
+    assert list(found.links) == ["tp", "cp", "fsdp", "dp_replicate", "pp"]
+    assert {axis for axis, link in found.links.items() if link.kind == "nvlink"} == {"tp", "cp"}
+    assert all(0 <= link.exposed <= link.seconds for link in found.links.values())
+    assert found.bubble == pytest.approx(3 / 7) and found.time["bubble"] > 0
+    assert found.tokens == 8 * 8192 * 8 // 256
+
+
+def test_what_options_change():
+    def of(**options):
+        c, dims = PRESETS["llama3-70b"], planner.Dims(dp_shard=8, tp=8)
+        return planner.estimate(c, dims, **{"seq_len": 8192, "local_batch": 8} | options)
+
+    plain = of()
+    assert of(float8=True).time["matmul"] < 0.6 * plain.time["matmul"]
+    assert of(float8=True).time["elementwise"] > plain.time["elementwise"], "casts"
+    assert of(compile=False).time["elementwise"] > 1.5 * plain.time["elementwise"]
+    assert of(async_tp=True).links["tp"].exposed < plain.links["tp"].exposed / 2
+    assert of(checkpoint="none").peak > of(checkpoint="per_op").peak > plain.peak
+    assert of(checkpoint="none").time["matmul"] < of(checkpoint="per_op").time["matmul"] < plain.time["matmul"]
+    assert of(microbatches=8).memory["activations"] < plain.memory["activations"] / 4
+
+
+REFUSED_PLANS = [
+    ({"microbatches": 3}, ["local_batch 8", "3 equal microbatches", "[1, 2, 4, 8]"]),
+    ({"seq_len": 8191}, ["seq_len 8191", "cp 2", "tp 2"]),
+    ({"microbatches": 1}, ["1f1b on pp 4 wants at least 4 microbatches, got 1"]),
+    ({"schedule": "zb"}, ["schedule='zb'", "interleaved_1f1b"]),
+    ({"local_batch": 0}, ["local_batch", "0"]),
+]
+
+
+@pytest.mark.parametrize(("change", "told"), REFUSED_PLANS, ids=[str(change) for change, _ in REFUSED_PLANS])
+def test_plans_that_cannot_be_are_refused(change, told):
+    dims = planner.Dims(cp=2, tp=2, pp=4)
+    with pytest.raises(ValueError) as error:
+        planner.estimate(PRESETS["llama3-8b"], dims, **{"seq_len": 8192, "local_batch": 8} | change)
+    assert all(piece in str(error.value) for piece in told), str(error.value)
+
+
+def test_search_ranks_what_fits_and_says_why():
+    found = planner.search(PRESETS["llama3-8b"], 8, seq_len=8192, global_batch=16)
+    speeds = [plan.estimate.tokens_per_s_gpu for plan in found.plans]
+    assert len(found.plans) > 5 and speeds == sorted(speeds, reverse=True)
+    assert all(plan.estimate.fits for plan in found.plans)
+    assert {planner.prod(plan.dims) for plan in found.plans} == {8}
+    first, second = (plan.estimate.layout for plan in found.plans[:2])
+    assert first in found.why and second in found.why and "Next limit: memory" in found.why
+    (only,) = {
+        plan.options["checkpoint"]
+        for plan in planner.search(PRESETS["llama3-8b"], 8, seq_len=8192, global_batch=16, checkpoint="full").plans
+    }
+    assert only == "full"
+    with pytest.raises(ValueError, match=r"none of .* layouts of 8 GPUs .* GiB.*Take more GPUs"):
+        planner.search(PRESETS["llama3-405b"], 8, seq_len=8192, global_batch=8, checkpoint="full", microbatches=8)
+
+
+def test_command_line(capsys):
+    for name, sizes in planner.MODELS.items():
+        assert all(getattr(PRESETS[name], field) == value for field, value in sizes._asdict().items())
+    planner.main(["--dp-shard", "8", "--local-batch", "2", "--checkpoint", "per_op"])
+    told = capsys.readouterr().out
+    assert "dp_shard 8" in told and "fsdp" in told and "next limit" in told
+    planner.main(["--gpus", "8", "--global-batch", "8", "--checkpoint", "full", "--float8"])
+    assert "comes first of" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        planner.main(["--tp", "3"])
+    assert "tp 3 does not divide" in capsys.readouterr().err
