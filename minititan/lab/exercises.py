@@ -1591,3 +1591,78 @@ def _(answer):
             why = f"got the steps {got}, expected {[abs(s) for s in steps]}"
         return f"{name}: {why}"
     return Right(f"{len(cases)} diaries")
+
+
+# === 20 plan a cluster =========================================================================================
+
+
+@exercise("20.least_gpus", hint="16 bytes a parameter / n <= share · capacity, and n = 1, 2, 4, 8, ..")
+def _(answer):
+    for n_parameters, capacity, share in (
+        (8_030_261_248, 80e9, 0.5),
+        (405_853_388_800, 80e9, 0.5),
+        (70_553_706_496, 96e9, 0.25),
+        (10**9, 80e9, 0.5),
+    ):
+        n = 1
+        while 16 * n_parameters > n * share * capacity:
+            n *= 2
+        found = ask(answer, n_parameters, capacity, share)
+        if found == n:
+            continue
+        asked = f"{n_parameters / 1e9:.1f}e9 parameters, {share:.0%} of {capacity / 1e9:.0f} GB"
+        weights = 1
+        while 2 * n_parameters > weights * share * capacity:
+            weights *= 2
+        if found == weights:
+            why = (
+                "this counts the bf16 weights alone; their gradients and AdamW's averages, in float32, come to 16 bytes"
+            )
+        elif found == max(1, math.ceil(16 * n_parameters / (share * capacity))):
+            why = "enough, but no power of 2"
+        else:
+            why = f"{_short(found)} GPUs hold {16 * n_parameters / n / 1e9:.1f} GB each if they are {n}"
+        return f"{asked}: {n}, not {_short(found)}; {why}"
+    return Right("8B fits 4 GPUs, 405B wants 256")
+
+
+@exercise("20.hidden", hint="gather: 2 P (n-1)/n bytes over the link; forward: 2 P N flops at the rate that is reached")
+def _(answer):
+    for n, flops, link in ((8, 5e14, 300e9), (64, 5e14, 40e9), (512, 8e14, 25e9)):
+        right = (n - 1) / n * flops / link
+        found = ask(answer, n, flops, link)
+        if not isinstance(found, (int, float)) or isinstance(found, bool):
+            return f"a number of tokens is asked for, not {_short(found)}"
+        if abs(found / right - 1) > 1e-2:
+            near = {
+                "backward has twice the flops, but gathers again: what must be hidden here is forward's": right / 2,
+                "a rank has its own share already: (n-1)/n travels": right * n / (n - 1),
+                "a parameter is 2 bytes in bf16, and costs a token 2 flops in forward": right * 2,
+            }
+            said = next((text for text, value in near.items() if abs(found / value - 1) < 1e-3), "set the times equal")
+            return f"n {n}, {flops:.0e} flops/s, {link / 1e9:.0f} GB/s: {right:,.0f} tokens, not {found:,.0f}; {said}"
+    return Right("8 GPUs on NVLink: 1,458 tokens; 64 over the network: 12,305")
+
+
+@exercise("20.choose", hint="drop what does not fit; of the rest the most tokens a second")
+def _(answer):
+    layouts = {
+        "dp": {"peak": 120.0, "tokens": 100, "seconds": 0.5},
+        "dp × tp": {"peak": 70.0, "tokens": 100, "seconds": 0.8},
+        "dp × pp": {"peak": 60.0, "tokens": 300, "seconds": 2.0},
+        "dp × tp × pp": {"peak": 30.0, "tokens": 20, "seconds": 0.3},
+    }
+    for capacity, right in ((80.0, "dp × pp"), (200.0, "dp"), (40.0, "dp × tp × pp"), (70.0, "dp × pp")):
+        found = ask(answer, {name: dict(layout) for name, layout in layouts.items()}, capacity)
+        if found == right:
+            continue
+        if found in layouts and layouts[found]["peak"] > capacity:
+            why = f"it needs {layouts[found]['peak']:.0f} and does not fit"
+        elif found == "dp × tp × pp":
+            why = "the shortest step is not the fastest layout: it does fewer tokens"
+        elif found in layouts:
+            why = f"{right} does more tokens a second"
+        else:
+            why = "the name of a layout is asked for"
+        return f"capacity {capacity:.0f}: {right}, not {_short(found)}; {why}"
+    return Right("4 capacities")
