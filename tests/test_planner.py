@@ -173,6 +173,13 @@ def measure(model, stage="fsdp", dp_replicate=1, dp_shard=1, tp=1, *, batch, seq
     return stays | {"activations": first.n_bytes["activations"], "peak": peak(samples).total}
 
 
+def least(**layout):
+    """Of three measurements where forward sends messages: a thread of gloo that gets no core for a while holds tensors
+    of a message that has arrived, which on a busy machine adds a fifth to what is there in one of six runs."""
+    found = [measure(**layout) for _ in range(3 if layout.get("tp", 1) > 1 else 1)]
+    return {kind: min(of[kind] for of in found) for kind in found[0]}
+
+
 def predict(model, **layout):
     found = memory(model, **SIZES | layout)
     stays = {kind: found["step"][kind] for kind in ("parameters", "gradients", "optimizer")}
@@ -186,7 +193,7 @@ def compare(names) -> dict[str, dict[str, float]]:
 
     def measure_all():
         sizes = {"batch": SIZES["batch"], "seq_len": SIZES["seq_len"]}
-        return {name: measure(**sizes | layout) for name, layout in layouts.items()}
+        return {name: least(**sizes | layout) for name, layout in layouts.items()}
 
     measured, ratios = launch(measure_all, ranks=4, device="cpu", timeout=240)[0], {}
     print(f"\n{'predicted kB / measured':40}" + "".join(f"{kind:>22}" for kind in WITHIN))
