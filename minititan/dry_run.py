@@ -17,7 +17,7 @@ those of its plan; halves of a split backward run as one, with the first.
 import warnings
 import weakref
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from minititan.parallel_dims import AXES, ParallelDims
+from minititan.pipeline_parallel import _stages
 from minititan.train import Job, TrainConfig, check
 
 # Of a collective's whole tensor, what each of n ranks sends on a ring.
@@ -48,10 +49,10 @@ class DryRun:
     rank: int
     place: dict[str, int]  # on each axis
     held: dict[str, int]  # parameters, gradients, optimizer: at rest, after a step
-    peak: dict[str, int]  # the same and `other` (activations, gathered parameters, logits), when most is held at once
-    collectives: dict[str, dict[str, tuple[int, int]]] = field(
-        default_factory=dict
-    )  # axis -> name -> (calls, bytes sent)
+    peak: dict[
+        str, int
+    ]  # when most is held; `other`: activations, logits, gathered parameters and gradients not yet cut
+    collectives: dict[str, dict[str, tuple[int, int]]]  # axis -> name -> (calls, bytes sent)
 
     def __str__(self) -> str:
         gib = 1024**3
@@ -61,7 +62,7 @@ class DryRun:
         lines += [f"  at peak  {kind:12} {n:>18,} bytes {n / gib:9.2f} GiB" for kind, n in self.peak.items()]
         for axis, calls in self.collectives.items():
             for name, (count, sent) in calls.items():
-                lines.append(f"  {axis:9}{name:14} {count:>7,} calls in a step send {sent / gib:9.2f} GiB")
+                lines.append(f"  {axis:12} {name:14} {count:>7,} calls in a step send {sent / gib:9.2f} GiB")
         return "\n".join(lines)
 
 
@@ -99,7 +100,7 @@ class _Watch(TorchDispatchMode):
         kind = next((kind for kind in _SENT if kind.replace("_", "") in name.replace("_", "")), None)
         if kind is None:  # a wait, a barrier
             return
-        if "functional" in name or isinstance(args[-1], str):  # functional ones end with the group's name
+        if isinstance(args[-1], str):  # functional ones end with the group's name
             group = dist.distributed_c10d._resolve_process_group(args[-1])
         else:
             boxed = (a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()))
@@ -146,31 +147,30 @@ def _make_fake(mode: FakeTensorMode, part: nn.Module, device: torch.device) -> N
 @loss_parallel()
 def _run_plan(job: Job, tokens_BT: Tensor, watch: _Watch) -> None:
     """This rank's row of the pipeline's plan, with its messages to the stages before and after."""
-    from minititan.pipeline_parallel import _stages
-
     stages = {stage.stage_index: stage for stage in _stages(job.pipeline.schedule)}
     rank, m = job.dims.axis("pp").get_local_rank(), job.config.accumulate
     n_stages, held = next(iter(stages.values())).num_stages, {}
     rows_bT = tokens_BT.chunk(m)
-    seq_len = tokens_BT.shape[1] // (
-        job.dims.tp if job.config.sequence_parallel or job.config.async_tensor_parallel else 1
-    )
+    is_cut = job.config.sequence_parallel or job.config.async_tensor_parallel
+    seq_len = tokens_BT.shape[1] // (job.dims.tp if is_cut else 1)
     dtype = getattr(torch, job.config.compute_dtype or job.config.dtype)
-    for action in job.pipeline.actions[rank]:
-        if not action:
-            continue
+
+    def message(kind: str, other: int, tensor: Tensor) -> None:
+        if 0 <= other < n_stages and other not in stages:  # in a V, the last rank passes it on to itself
+            watch.add("pp", kind, job.dims.pp, tensor.nbytes)
+
+    for action in filter(None, job.pipeline.actions[rank]):
         stage, kind, k = _parsed(action)
         part = stages[stage].submod
         if kind == "F":
             x = rows_bT[k]
             if stage:
                 x = torch.empty(len(x), seq_len, job.config.model.dim, dtype=dtype, requires_grad=True)
-                watch.add("pp", "recv", job.dims.pp, x.nbytes)
+            message("recv", stage - 1, x)
             out = part(x, **job.stage_inputs)
             if stage == n_stages - 1:
                 out = job.loss_share(out, rows_bT[k])
-            else:
-                watch.add("pp", "send", job.dims.pp, out.nbytes)
+            message("send", stage + 1, out)
             held[stage, k] = (x, out)
         elif kind in "BI":
             x, out = held.pop((stage, k))
@@ -178,9 +178,11 @@ def _run_plan(job: Job, tokens_BT: Tensor, watch: _Watch) -> None:
                 part.set_is_last_backward(False)
                 part.set_reshard_after_backward(False)
                 part.set_requires_gradient_sync(False)
-            out.backward(None if stage == n_stages - 1 else torch.empty_like(out))
+            grad = None if stage == n_stages - 1 else torch.empty_like(out)
+            message("recv", stage + 1, out)
+            out.backward(grad)
             if stage:
-                watch.add("pp", "send", job.dims.pp, x.grad.nbytes)
+                message("send", stage - 1, x.grad)
     for stage in stages.values():
         stage.perform_reduce_grad(1)
 
@@ -194,12 +196,14 @@ def _parsed(action: str) -> tuple[int, str, int]:
 
 def dry_run(config: TrainConfig, world_size: int, rank: int = 0) -> DryRun:
     """One step of `rank` of world_size ranks, on fake tensors; the process must have no process group, and has none
-    afterwards. ValueError: as `train.check`; experts; a rank that there is not."""
+    afterwards. ValueError: as `train.check`; experts; compile; a rank that there is not."""
     dims = check(config, world_size)
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is none of 0 to {world_size - 1}")
     if config.model.n_experts:
         raise ValueError(f"what {config.model.n_experts} experts get depends on values, which fake tensors have not")
+    if config.compile != "none":
+        raise ValueError(f"what compile {config.compile} would fuse is not seen on fake tensors: take compile none")
     if dist.is_initialized():
         raise ValueError("a dry run makes a process group of its own, and this process has one: run it elsewhere")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)

@@ -33,8 +33,9 @@ LAYOUTS = {
     "1F1B": replace(CONFIG, parallel=ParallelConfig(dp_shard=2, pp=2), accumulate=4),
     "interleaved": replace(CONFIG, parallel=ParallelConfig(tp=2, pp=2), accumulate=4, schedule="interleaved_1f1b"),
 }
-FAST = ("FSDP × TP", "1F1B")
-COMPARED = ("all_gather", "reduce_scatter", "send", "all_to_all")
+LAYOUTS["V"] = replace(LAYOUTS["1F1B"], schedule="zbv")
+FAST = ("FSDP × TP", "V")
+COMPARED = ("all_gather", "reduce_scatter", "send", "recv", "all_to_all")
 
 
 def really(names) -> dict[str, tuple[dict, Counter]]:
@@ -125,6 +126,8 @@ def test_refusals():
     experts = replace(CONFIG, parallel=ParallelConfig(dp_shard=4), model=replace(CONFIG.model, n_experts=4, top_k=2))
     with pytest.raises(ValueError, match="what 4 experts get depends on values"):
         dry_run(experts, 4)
+    with pytest.raises(ValueError, match="what compile inductor would fuse"):
+        dry_run(replace(LAYOUTS["FSDP"], compile="inductor"), 4)
     with pytest.raises(ValueError, match="tp 3 = 3 ranks"):
         dry_run(replace(CONFIG, parallel=ParallelConfig(tp=3)), 4)
 

@@ -45,11 +45,9 @@ def padded(*arguments):
 
 def record(config: TrainConfig) -> dict:
     """What train() makes of config, whole, by name: of this rank's pipeline stages. Runs on a rank."""
-    for told in (
-        "torch.distributed.tensor",
-        "torch._dynamo",
-    ):  # full_tensor() of FSDP × TP gathers twice; per_op's policy
-        logging.getLogger(told).setLevel(logging.ERROR)
+    # full_tensor() of FSDP × TP says that it gathers twice, and a compiler that checkpointing has a policy
+    for logger in ("torch.distributed.tensor", "torch._dynamo"):
+        logging.getLogger(logger).setLevel(logging.ERROR)
     minititan.train.batches = padded
     found = {moment: [{} for _ in range(config.steps)] for moment in ("gradients", "updated")}
 
