@@ -207,6 +207,7 @@ def _sharded_errors(backend: str) -> dict[str, float]:
     return errors
 
 
+@pytest.mark.full
 def test_with_fsdp():
     for errors in launch(_sharded_errors, "aot_eager", ranks=2, timeout=120):
         assert max(errors.values()) < 1e-10, errors
