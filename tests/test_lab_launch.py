@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from minititan.lab import _ranks
 from minititan.lab._start import ForkServer
-from minititan.lab.launch import RankError, launch, rank_device
+from minititan.lab.launch import RankError, launch, preload, rank_device
+from minititan.lab.trace import recording
 
 
 @dataclasses.dataclass
@@ -302,7 +303,7 @@ def test_first_failure_with_its_own_traceback_and_the_others_positions():
     assert 'in inner_failure\n    raise ZeroDivisionError("the true cause")' in text
     assert "_ranks.py" not in text and os.getcwd() not in text
     assert sorted(error.positions) == [0, 1, 3]
-    assert any("waits in all_reduce #1 (float [3])" in line for line in error.positions.values())
+    assert any("waits in all_reduce #1 (float32 [3])" in line for line in error.positions.values())
     assert launch(rank_of, ranks=2) == [0, 1]
 
 
@@ -336,8 +337,11 @@ def test_a_hang_names_the_collective_and_who_never_called_it():
     def hang():
         x = torch.ones(4)
         dist.all_reduce(x)
-        if dist.get_rank() != 1:
+        if dist.get_rank() == 0:
             dist.all_reduce(x)
+        elif dist.get_rank() == 2:
+            with recording():  # which stands around the wait
+                dist.all_reduce(x, async_op=True).wait()
         else:
             time.sleep(60)
 
@@ -346,9 +350,11 @@ def test_a_hang_names_the_collective_and_who_never_called_it():
         launch(hang, ranks=3, timeout=1.5)
     assert time.monotonic() - began < 20
     positions = caught.value.positions
-    assert str(caught.value).startswith("no result from ranks 0-2 within 1.5 s")
-    assert "rank 0 waits in all_reduce #2 (float [4])" in positions[0]
-    assert positions[0].endswith("dist.all_reduce(x); rank 1 never called it")
+    differs = "rank 1 has not called all_reduce #2 (float32 [4]), in which ranks 0, 2 wait"
+    assert str(caught.value).startswith(f"no result from ranks 0-2 within 1.5 s: {differs}\n")
+    assert "rank 0 waits in all_reduce #2 (float32 [4])" in positions[0]
+    assert positions[0].endswith("dist.all_reduce(x); rank 1 has not called it")
+    assert "in hang: dist.all_reduce(x, async_op=True).wait()" in positions[2]
     assert "time.sleep(60)" in positions[1] and "in hang" in positions[1]
 
 
@@ -626,3 +632,23 @@ def test_benchmark_counts_all_ways():
     times = _benchmark.measure(ranks=2, repeats=1)
     assert set(times) == {"launch, first call", "launch, warm", "spawn", "torchrun"}
     assert all(seconds > 0 for runs in times.values() for seconds in runs)
+
+
+# --- preload -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ranks are forked on Linux only")
+def test_preload_makes_ranks_that_have_imported_it_and_outlives_its_server(monkeypatch):
+    monkeypatch.setattr(ForkServer, "_wanted", [])
+
+    def has():
+        return "mailbox" in sys.modules  # of Python's own, and of no use to anybody here
+
+    preload("mailbox", "mailbox")
+    assert launch(has, ranks=2, device="cpu") == [True, True]
+    ForkServer.of_this_process().process.kill()
+    ForkServer.of_this_process().process.wait()
+    assert launch(has, ranks=1, device="cpu") == [True]
+    with pytest.raises(ImportError, match="cannot preload no_such_module: ModuleNotFoundError"):
+        preload("no_such_module")
+    assert launch(has, ranks=1, device="cpu") == [True] and ForkServer._wanted == ["mailbox"]

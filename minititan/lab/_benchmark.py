@@ -1,8 +1,12 @@
-"""How long until the ranks have spoken to each other: launch beside torchrun and beside spawning.
+"""How long until the ranks have spoken to each other: launch beside torchrun, spawning, and ipyparallel if installed.
 
 `python -m minititan.lab.launch --benchmark` prints it.
 """
 
+import contextlib
+import importlib.util
+import io
+import logging
 import os
 import re
 import statistics
@@ -29,6 +33,34 @@ dist.all_reduce(torch.ones(1))
 print(f"finished {time.monotonic()}", flush=True)
 dist.destroy_process_group()
 """
+
+
+def _by_ipyparallel(ranks: int) -> tuple[float, float]:
+    """Seconds until engines that are started now have finished one, and seconds of the next, on the same engines."""
+    import ipyparallel
+
+    def join(rank: int, n: int, path: str) -> None:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo", store=dist.FileStore(path, n), rank=rank, world_size=n)
+
+    def first_all_reduce(*_) -> float:
+        import time
+
+        import torch
+        import torch.distributed as dist
+
+        dist.all_reduce(torch.ones(1))
+        return time.monotonic()
+
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):  # it draws bars
+        with ipyparallel.Cluster(n=ranks, log_level=logging.ERROR) as client:
+            view, path = client[:], os.path.join(folder, "store")
+            view.map_sync(join, range(ranks), [ranks] * ranks, [path] * ranks)
+            started = max(view.map_sync(first_all_reduce, range(ranks))) - began
+            again = time.monotonic()
+            return started, max(view.map_sync(first_all_reduce, range(ranks))) - again
 
 
 def measure(ranks: int = 4, repeats: int = 3) -> dict[str, list[float]]:
@@ -62,6 +94,9 @@ def measure(ranks: int = 4, repeats: int = 3) -> dict[str, list[float]]:
                 times.setdefault("launch, warm", []).append(launched("forkserver"))
             times.setdefault("spawn", []).append(launched("spawn"))
             times.setdefault("torchrun", []).append(by_torchrun(script))
+            if importlib.util.find_spec("ipyparallel"):
+                for name, seconds in zip(("started", "warm"), _by_ipyparallel(ranks), strict=True):
+                    times.setdefault(f"ipyparallel, {name}", []).append(seconds)
     return times
 
 

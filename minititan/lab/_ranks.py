@@ -16,6 +16,7 @@ Only `launch.py` starts this file. Messages are length-prefixed cloudpickle byte
 import contextlib
 import ctypes
 import gc
+import importlib
 import io
 import json
 import linecache
@@ -84,7 +85,8 @@ def read_message(sock: socket.socket) -> Any:
 def serve(fd: int) -> None:
     """Fork a rank for each request on the socket `fd`, tell its death on the pipe that came with it.
 
-    A request is `b"fork"` with the descriptors (control, out, err, exits), or `b"kill <pid>"`.
+    A request is `b"fork"` with the descriptors (control, out, err, exits), `b"kill <pid>"`, or `b"import <module>"`,
+    which is answered.
     """
     channel = socket.socket(fileno=fd)
     _preload()
@@ -104,7 +106,7 @@ def serve(fd: int) -> None:
         while True:
             for key, _ in selector.select():
                 if key.fileobj is channel:
-                    request, fds, _, _ = socket.recv_fds(channel, 64, 4)
+                    request, fds, _, _ = socket.recv_fds(channel, 1024, 4)
                     if not request:  # the kernel is gone
                         for pid in exits:
                             _kill_group(pid)
@@ -125,6 +127,8 @@ def serve(fd: int) -> None:
                             os.close(given)
                         exits[pid] = fds[3]
                         _tell(fds[3], f"pid {pid}\n")
+                    elif request.startswith(b"import "):
+                        channel.sendall(_import(request[7:].decode()))
                     elif (pid := int(request.split()[1])) in exits:
                         _kill_group(pid)
                 else:
@@ -147,6 +151,22 @@ def _kill_group(pid: int) -> None:
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
+
+
+def _import(name: str) -> bytes:
+    """Import a module that later ranks are to be born with -> b"imported", or what is wrong with it."""
+    tasks = "/proc/self/task"
+    before = len(os.listdir(tasks)) if os.path.isdir(tasks) else 0
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".encode()[:1000]
+    more = len(os.listdir(tasks)) - before if before else 0
+    if more > 0:
+        return f"its import starts {more} threads, which ranks that are forked would lack".encode()
+    gc.collect()
+    gc.freeze()
+    return b"imported"
 
 
 def _preload() -> None:
@@ -340,8 +360,8 @@ def position(thread: int, job: Job) -> dict:
 
 
 def collectives() -> dict:
-    """The flight recorder's view: per group its ranks and the last collective called, and what is unfinished."""
-    groups: dict[str, dict] = {}
+    """The flight recorder's view: each group's calls by number, and what is unfinished, oldest first."""
+    groups: dict[str, dict[int, str]] = {}
     pending: list[dict] = []
     try:
         import torch
@@ -350,23 +370,25 @@ def collectives() -> dict:
         ranks = {name: sorted(c10d._world.pg_group_ranks[pg]) for pg, name in c10d._world.pg_names.items()}
         entries = json.loads(torch._C._distributed_c10d._dump_fr_trace_json(True, False)).get("entries", [])
         for entry in entries:
-            name, description = entry["process_group"]
-            group = groups.setdefault(name, {"ranks": ranks.get(name, []), "last": 0, "last_name": ""})
+            group, _ = entry["process_group"]
+            name = entry["profiling_name"].split(":")[-1].removeprefix("_").removesuffix("_base")
             one = {
-                "group": name,
-                "description": "" if description in ("default_pg", "undefined") else description,
-                "name": entry["profiling_name"].split(":")[-1],
+                "group": group,
+                "ranks": ranks.get(group, []),
+                "name": name,
                 "number": entry["collective_seq_id"],
                 "sizes": entry["input_sizes"],
-                "dtypes": entry["input_dtypes"],
+                "dtypes": sorted({_DTYPES.get(d, d.lower()) for d in entry["input_dtypes"]}),
             }
-            if one["number"] >= group["last"]:
-                group.update(last=one["number"], last_name=one["name"])
+            groups.setdefault(group, {})[one["number"]] = name
             if not entry["retired"]:
                 pending.append(one)
     except Exception:  # a report is best effort: it must not hide the failure that it describes
         pass
     return {"groups": groups, "pending": pending}
+
+
+_DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "Long": "int64", "Int": "int32", "Byte": "uint8"}
 
 
 def _describe_error(error: BaseException, job: Job) -> dict:
@@ -406,8 +428,9 @@ def _index_of_body(stack: list) -> int:
 
 
 def _is_library(filename: str) -> bool:
+    """Not what the learner wrote: nor is this folder, whose trace and emulation stand around a wait."""
     library = ("site-packages", f"lib{os.sep}python3", "<frozen", "<string>", "<__array_function__")
-    return any(part in filename for part in library)
+    return any(part in filename for part in (*library, os.path.dirname(__file__) + os.sep))
 
 
 def shown_path(filename: str, job: Job) -> str:

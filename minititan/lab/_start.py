@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from typing import ClassVar
 
 from minititan.lab import _ranks
 
@@ -24,6 +25,7 @@ class ForkServer:
 
     _current: "ForkServer | None" = None
     _guard = threading.Lock()
+    _wanted: ClassVar[list[str]] = []  # modules to import, again where a server is replaced
 
     @classmethod
     def of_this_process(cls) -> "ForkServer":
@@ -34,6 +36,8 @@ class ForkServer:
                     current.close()
                 cls._current = None  # stays so when the start fails
                 cls._current = cls()
+                for module in cls._wanted:
+                    cls._current.preload(module)
             return cls._current
 
     def __init__(self):
@@ -68,6 +72,17 @@ class ForkServer:
     def start_rank(self, job: _ranks.Job, control: int, out: int, err: int, exits: int) -> None:
         with self.lock:
             socket.send_fds(self.channel, [b"fork"], [control, out, err, exits])
+
+    def preload(self, module: str) -> None:
+        """Have the server import a module, so that ranks are born with it. ImportError where that does not go."""
+        with self.lock:
+            self.channel.settimeout(300)
+            self.channel.send(f"import {module}".encode())
+            answer = self.channel.recv(1024).decode()
+            self.channel.settimeout(10)
+        if answer != "imported":
+            self.close()  # what half of an import leaves behind is nobody's: the next launch gets a new server
+            raise ImportError(f"the ranks' fork server cannot preload {module}: {answer}")
 
     def kill(self, pid: int) -> None:
         """Ask for SIGKILL; the server does it only while the pid is its child's, so no other process can be hit."""

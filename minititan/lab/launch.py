@@ -14,8 +14,9 @@ or NCCL on GPUs, and the environment that torchrun gives (RANK, LOCAL_RANK, WORL
 
 What the ranks print is shown as it comes, labelled, equal lines folded: `[rank 0-3] ...`. What goes wrong is
 raised as `RankError` in the cell: the first failing rank's own traceback, then a line on where each other rank
-was. A launch that does not end within `timeout` is ended, with the collective that each rank waits in and who
-never called it. When `launch` returns or raises, its processes, sockets and descriptors are gone.
+was. A launch that does not end within `timeout` is ended, with one sentence on who keeps whom waiting, in which
+collective (the words are those of `flight_recorder.explain`), then a line on each rank. When `launch` returns or
+raises, its processes, sockets and descriptors are gone.
 
 `python -m minititan.lab.launch --benchmark` measures it beside torchrun and beside spawning.
 """
@@ -47,7 +48,7 @@ from minititan.lab import _ranks
 from minititan.lab._output import Output, names
 from minititan.lab._start import ForkServer, Spawner
 
-__all__ = ["RankError", "launch", "rank_device"]
+__all__ = ["RankError", "launch", "preload", "rank_device"]
 
 
 class RankError(RuntimeError):
@@ -122,6 +123,21 @@ def launch(
     forked = start == "forkserver" or (start == "auto" and sys.platform.startswith("linux"))
     server = ForkServer.of_this_process() if forked else None
     return _Launch(call, ranks, device, float(timeout), threads, server).run()
+
+
+def preload(*modules: str) -> None:
+    """Import `modules` once, where ranks are forked from, so that later launches find them imported already.
+
+    For what takes seconds to import, such as "transformers". Where ranks are spawned (not Linux) it does nothing.
+    Raises ImportError: a module that is missing, fails, or starts threads, which a forked rank would lack.
+    """
+    _check_place()
+    if not sys.platform.startswith("linux"):
+        return
+    for module in modules:
+        if module not in ForkServer._wanted:
+            ForkServer.of_this_process().preload(module)
+            ForkServer._wanted.append(module)
 
 
 def torchrun_line(fn: Callable, ranks: int) -> str:
@@ -425,6 +441,7 @@ class _Launch:
         late = [rank.rank for rank in self.ranks if rank.result is None]
         positions = {rank.rank: self._position(rank) for rank in self.ranks}
         head = f"no result from {names(late)} within {self.timeout:g} s"
+        head += f": {differs}" if (differs := self._differs()) else ""
         raise RankError(_story(head, "", positions), None, None, positions)
 
     def _position(self, rank: _Rank) -> str:
@@ -440,30 +457,54 @@ class _Launch:
         where = rank.report["where"]
         if rank.report["pending"]:
             one = rank.report["pending"][0]
-            shapes = ", ".join(f"{d.lower()} {s}" for d, s in zip(one["dtypes"], one["sizes"], strict=False))
-            members = rank.report["groups"][one["group"]]["ranks"]
-            whose = f" of the group of {names(members)}" if len(members) != len(self.ranks) else ""
-            line = f"{me} waits in {one['name']} #{one['number']}{whose} ({shapes})"
-            return line + f" at {where}" + self._absent(one, members)
+            behind = "".join(f"; {names(who)} {words} it" for words, who in self._late(one).items())
+            behind += "".join(f"; {names(who)} {words}" for words, who in self._elsewhere(one).items())
+            return f"{me} waits in {self._what(one)} at {where}{behind}"
         if rank.report["call"]:
             return f"{me} is in {rank.report['call']} at {where}"
         return f"{me} is at {where}" if where else f"{me} is starting or has nothing to do"
 
-    def _absent(self, one: dict, members: list[int]) -> str:
-        """Who of the group has not called the collective that another one waits in, or called another one."""
-        missing, others = [], {}
-        for r in members:
-            report = self.ranks[r].report
-            if report is None:
-                continue
-            group = report["groups"].get(one["group"], {"last": 0, "last_name": ""})
-            if group["last"] < one["number"]:
-                missing.append(r)
-            elif group["last"] == one["number"] and group["last_name"] != one["name"]:
-                others.setdefault(group["last_name"], []).append(r)
-        told = f"; {names(missing)} never called it" if missing else ""
-        for name, callers in others.items():
-            told += f"; {names(callers)} called {name} as #{one['number']}"
+    # The words are those of flight_recorder.explain, which knows more: each rank's calls with their lines. Here is what
+    # the numbers say. (A technique and the lab do not import each other; a test compares the two on the same faults.)
+
+    def _differs(self) -> str:
+        """Who keeps the others waiting, in which collective; nothing when all wait for each other."""
+        waits = {r.rank: r.report["pending"][0] for r in self.ranks if r.report and r.report["pending"]}
+        callers: dict[str, list[int]] = {}
+        for r, one in waits.items():
+            callers.setdefault(self._what(one), []).append(r)
+        for what, right in sorted(callers.items(), key=lambda item: -len(item[1])):
+            one = waits[right[0]]
+            for words, who in self._elsewhere(one).items():
+                return f"{names(who)} {words}, where {names(right)} called {what}"
+            for words, who in self._late(one).items():
+                if not waits.keys() & set(who):
+                    return f"{names(who)} {words} {what}, in which {names(right)} {'wait' if right[1:] else 'waits'}"
+        return ""
+
+    def _what(self, one: dict) -> str:
+        whose = f" of the group of {names(one['ranks'])}" if len(one["ranks"]) != len(self.ranks) else ""
+        shapes = ", ".join(str(s) for s in one["sizes"][:3]) + (", ..." if len(one["sizes"]) > 3 else "")
+        tensors = f" ({'/'.join(one['dtypes'])} {shapes})" if one["dtypes"] else ""
+        return f"{one['name']} #{one['number']}{whose}{tensors}"
+
+    def _calls(self, one: dict) -> dict[int, dict[int, str]]:
+        """What each member that answers has called in this group, by number."""
+        reports = {r: self.ranks[r].report for r in one["ranks"]}
+        return {r: report["groups"].get(one["group"], {}) for r, report in reports.items() if report}
+
+    def _late(self, one: dict) -> dict[str, list[int]]:
+        """Who of the group has not come to a collective that another one waits in."""
+        late = [r for r, calls in self._calls(one).items() if max(calls, default=0) < one["number"]]
+        never, yet = ([r for r in late if (self.ranks[r].result is not None) is back] for back in (True, False))
+        return {words: who for words, who in (("never called", never), (_have(yet) + " not called", yet)) if who}
+
+    def _elsewhere(self, one: dict) -> dict[str, list[int]]:
+        """Who of the group called another collective under the same number."""
+        told: dict[str, list[int]] = {}
+        for r, calls in self._calls(one).items():
+            if (name := calls.get(one["number"], one["name"])) != one["name"]:
+                told.setdefault(f"called {name} as #{one['number']}", []).append(r)
         return told
 
     def _end(self) -> None:
@@ -526,6 +567,10 @@ def _cell_sources() -> tuple[dict[str, list[str]], dict[str, str]]:
 
         cells |= {name: f"cell {n}" for name, n in get_ipython().compile._filename_map.items()}
     return sources, cells
+
+
+def _have(ranks: list[int]) -> str:
+    return "have" if len(ranks) > 1 else "has"
 
 
 def _lost_connection(rank: _Rank) -> bool:
