@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import pathlib
 import re
 import subprocess
 import sys
@@ -10,11 +11,13 @@ from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
-from matplotlib.colors import to_hex, to_rgb
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from minititan.lab import _canvas, draw
+from minititan.lab import _canvas, _theme, draw
 from minititan.lab.trace import Event, MemorySample, traffic
+
+ROOT = pathlib.Path(__file__).parent.parent
 
 
 def texts(figure) -> list[str]:
@@ -103,6 +106,49 @@ def test_no_text_lies_on_another_and_none_is_cut_off(name):
         assert box.x0 >= -1 and box.x1 <= figure.bbox.x1 + 1 and box.y1 <= figure.bbox.y1 + 1, f"{text!r} is cut off"
 
 
+def test_words_say_title_what_is_drawn_axes_and_legend():
+    said = "memory over time of 2 ranks, up to 10 kB; panels: rank 0, rank 1; axes: kB, ms; legend: parameters, activations"
+    assert _canvas.describe(figure_of("memory_over_time")) == said
+    svg = draw.to_svg(figure_of("mesh"))
+    assert "<title>8 ranks</title>\n<desc>8 ranks; mesh of 8 ranks: dp_shard 2 x tp 4</desc>" in svg
+    plain = Figure()
+    plain.subplots().set(title="a < b", xlabel="ms")
+    svg = draw.to_svg(plain)
+    assert "<title>a &lt; b</title>" in svg and _theme.finish(svg, "a < b", "a < b; axes: ms") == svg, "twice is once"
+
+
+def test_ink_turns_light_on_dark_paper_and_stays_on_colours():
+    svg = draw.to_svg(draw.plan([["F0", "B0", None]]))
+    texts = {t: start for start, t in re.findall(r"<text([^>]*)>([^<]+)", svg)}
+    assert 'class="on"' in re.search(r"<text[^>]*>0</text>(?=\s*</g>\s*<g id=\"text_)", svg)[0], "0 in sky blue"
+    assert "class" not in texts["rank 0"] and "class" not in texts["time slot"] and "class" not in texts["forward"]
+    svg = draw.to_svg(draw.timeline(step_events(1), names=False))
+    assert 'class="on"' not in svg, "idle grey turns dark with the paper"
+
+
+def test_committed_figures_have_words_and_are_for_light_and_dark():
+    paths = sorted((ROOT / "figures").glob("*.svg"))
+    assert len(paths) > 80
+    for path in paths:
+        svg = path.read_text()
+        root = ElementTree.fromstring(svg)
+        title, description = root[0], root[1]
+        assert (title.tag.split("}")[1], description.tag.split("}")[1]) == ("title", "desc"), path.name
+        assert len(title.text) > 8 and len(description.text) > 8, (path.name, title.text, description.text)
+        assert root.get("role") == "img" and "prefers-color-scheme: dark" in svg and "<script" not in svg, path.name
+        if "matplotlib" in svg:
+            assert svg == _theme.finish(svg, title.text, description.text), f"{path.name}: not as `save` writes it"
+
+
+def test_ink_is_readable_on_light_and_on_dark_paper():
+    light, dark = "#ffffff", _theme.PAPER["#ffffff"]
+    for ink, on_dark in _theme.INK.items():
+        assert _theme.contrast(ink, light) >= 4.5 and _theme.contrast(on_dark, dark) >= 4.5
+        for grey, dark_grey in _theme.PAPER.items():  # idle time, empty cells
+            assert _theme.contrast(ink, grey) >= 4.5 and _theme.contrast(on_dark, dark_grey) >= 4.5
+    assert round(_theme.contrast("#000000", "#ffffff"), 1) == 21
+
+
 def test_palette_is_one_colour_a_meaning_and_tells_ranks_apart():
     assert len({draw.rank_colour(r) for r in range(16)}) == 16
     seen = [
@@ -112,13 +158,8 @@ def test_palette_is_one_colour_a_meaning_and_tells_ranks_apart():
     kinds = [c for k, c in _canvas.KINDS.items() if k not in ("buffers", "other")]
     assert len(set(kinds)) == len(kinds)
 
-    def luminance(colour):
-        parts = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
-        return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
-
     for colour in [*_canvas.PHASES.values(), *_canvas.KINDS.values(), *map(draw.rank_colour, range(16))]:
-        bright, dark = sorted((luminance(colour), luminance(_canvas.ink_on(colour))), reverse=True)
-        assert (bright + 0.05) / (dark + 0.05) >= 3, f"text on {colour} is hard to read"
+        assert _theme.contrast(colour, to_hex(_canvas.ink_on(colour))) >= 3, f"text on {colour} is hard to read"
 
 
 def test_nothing_of_matplotlib_is_changed():
@@ -415,6 +456,15 @@ def test_a_pipeline_is_drawn_alike_from_a_plan_and_from_a_run():
     assert [t.get_text() for t in draw.timeline(run, ranks=[1]).axes[0].get_yticklabels()] == ["rank 1"]
 
 
+def test_memory_svg_has_the_numbers_of_memory():
+    data = {"DDP": {"parameters": 4e9, "gradients": 4e9}, "a < b": {"parameters": 1e9}}
+    svg = ElementTree.fromstring(draw.memory_svg(data, limit=6e9, title="two"))
+    texts = [e.text for e in svg.iter() if e.tag.endswith("text")]
+    assert {"two", "DDP", "a < b", "8 GB", "1 GB", "4", "parameters", "gradients"} <= set(texts)
+    widths = [float(e.get("width")) for e in svg.iter() if e.tag.endswith("rect")]
+    assert widths[2:] == [315.0, 315.0, 78.8, 0.0]  # after two of the legend
+
+
 # --- files and notebooks ---------------------------------------------------------------------------------------
 
 
@@ -450,8 +500,10 @@ def test_a_figure_is_shown_once_in_a_notebook(tmp_path):
     outputs = [c.outputs for c in notebook.cells]
     assert [len(o) for o in outputs] == [0, 0, 1, 0, 1, 0]
     for (shown,) in (outputs[2], outputs[4]):
-        assert set(shown.data) == {"image/png", "text/plain"}
+        assert set(shown.data) == {"image/png", "text/html", "text/plain"}
         assert shown.metadata["image/png"]["width"] > 100
+        assert shown.metadata["image/png"]["alt"] == "mesh of 2 ranks: tp 2"
+        assert shown.data["text/html"].startswith('<img alt="mesh of 2 ranks: tp 2" width=')
         assert shown.data["text/plain"] == "<mesh of 2 ranks: tp 2>"
 
 

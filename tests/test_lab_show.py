@@ -3,6 +3,7 @@
 import functools
 import html
 import inspect
+import json
 import re
 
 import pytest
@@ -120,3 +121,35 @@ def test_in_a_notebook_kernel(tmp_path):
     assert set(package[0]) == {"text/html", "text/plain"} and "minititan/lab/trace.py" in package[0]["text/html"]
     assert cell[0]["text/plain"] == "# this notebook · mine\ndef mine(x):\n    return x + 1"
     assert "not solved yet" in verdict[0]["text/plain"] and "Hint: count" in verdict[0]["text/html"]
+
+
+def test_gpu_figures_as_a_table_or_a_sentence(tmp_path):
+    path = tmp_path / "gpu.json"
+    assert show.gpu_figures("throughput", path).startswith("No GPU figures are recorded yet: tests/gpu/run.sh")
+    with pytest.raises(ValueError, match="'speed' is none of the 5 there are: smoke, throughput"):
+        show.gpu_figures("speed", path)
+    rows = [{"recipe": "bf16", "batch": 4, "tokens_per_s": 41234.5, "mfu": 0.4412, "ratio": 1.0, "tries": {"8": "no"}}]
+    rows += [{"recipe": "float8 rowwise", "batch": 4, "tokens_per_s": 50001.0, "mfu": 0.268, "ratio": 1.2126}]
+    report = {
+        "machine": {"gpu": "NVIDIA H200", "torch": "2.11.0", "date": "2026-12-03"},
+        "throughput": rows,
+        "smoke": [{"technique": "fsdp", "ok": False, "error": None, "seconds": 0.5}],
+        "allocator": {"batch": 2, "ledger_peak_bytes": 35_000_000_000, "ledger_ratio": 0.98765, "snapshot": None},
+        "sections": {
+            "throughput": {"ok": True, "seconds": 120.0, "why": ""},
+            "smoke": {"ok": False, "seconds": 3.0, "why": "fsdp: RuntimeError: no"},
+            "allocator": {"ok": True, "seconds": 9.0, "why": ""},
+        },
+    }
+    path.write_text(json.dumps(report))
+    assert show.gpu_figures("throughput", path).splitlines() == [
+        "NVIDIA H200, torch 2.11.0, 2026-12-03",
+        "recipe          batch  tokens_per_s    mfu  ratio",
+        "bf16                4        41,234  44.1%      1",
+        "float8 rowwise      4        50,001  26.8%   1.21",
+    ]
+    smoke = show.gpu_figures("smoke", path).splitlines()
+    assert smoke[2].split() == ["fsdp", "failed", "-", "0.5"] and smoke[3] == "not whole: fsdp: RuntimeError: no"
+    allocator = show.gpu_figures("allocator", path)
+    assert "35.00 GB" in allocator and "0.988" in allocator and re.search(r"snapshot +-", allocator)
+    assert show.gpu_figures("compile", path).splitlines()[1] == "no figures: it was not run"

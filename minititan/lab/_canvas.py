@@ -4,10 +4,12 @@ One meaning, one colour, in all figures, after Okabe and Ito (2008), whose eight
 kind of colour vision. Nothing here touches matplotlib's global state: no pyplot, no rcParams left behind.
 """
 
+import base64
 import functools
 import io
 import re
 from collections.abc import Iterable, Sequence
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.path import Path as Outline
+
+from minititan.lab._theme import finish
 
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 YELLOW, BLUE, VERMILLION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
@@ -88,12 +92,46 @@ class Drawing(Figure):
         return f"<{self.alt}>"
 
     def _repr_mimebundle_(self, include=None, exclude=None):
-        png = _png(self, dpi=160)
-        return {"image/png": png, "text/plain": repr(self)}, {"image/png": {"width": _shown_width(self)}}
+        """JupyterLab shows the HTML, as it gives an image/png no alt text; nbconvert takes that from the metadata. A
+        committed notebook keeps the PNG alone (tests/run_notebook.py)."""
+        png, width, words = _png(self, dpi=160), round(self.get_figwidth() * 100), describe(self)
+        html = image_html("image/png", png, width, words)
+        bundle = {"image/png": png, "text/html": html, "text/plain": repr(self)}
+        return bundle, {"image/png": {"width": width, "alt": words}}
 
 
-def _shown_width(figure: Figure) -> int:
-    return round(figure.get_figwidth() * 100)
+def image_html(mime_type: str, data: bytes, width: int, alt: str) -> str:
+    source = f"data:{mime_type};base64,{base64.b64encode(data).decode()}"
+    return f'<img alt="{escape(alt)}" width="{width}" src="{source}">'
+
+
+def title_of(figure: Figure) -> str:
+    """Its title, or that of its only panel, or `alt`."""
+    panels = [ax.get_title(loc=side) for ax in figure.axes for side in ("left", "center") if ax.get_title(loc=side)]
+    titles = [figure.get_suptitle(), *(legend.get_title().get_text() for legend in figure.legends)]
+    titles += panels if len(panels) == 1 else []
+    titles += [getattr(figure, "alt", ""), ", ".join(panels), "figure"]
+    return next(" ".join(t.split()) for t in titles if t and t != "None")
+
+
+def describe(figure: Figure) -> str:
+    """What is seen, in words: title, `alt`, what the panels and axes are called, and the legend."""
+    said = {
+        "panels": [ax.get_title(loc=side) for ax in figure.axes for side in ("left", "center")],
+        "axes": [label for ax in figure.axes for label in (ax.get_xlabel(), ax.get_ylabel())],
+        "legend": [t.get_text() for owner in (figure, *figure.axes) for t in _legend_texts(owner)],
+    }
+    words = list(dict.fromkeys([title_of(figure), getattr(figure, "alt", title_of(figure))]))
+    for what, names in said.items():
+        names = [" ".join(n.split()) for n in dict.fromkeys(names) if n.strip()]
+        if names and names != [title_of(figure)]:
+            words.append(f"{what}: {', '.join(names)}")
+    return "; ".join(words)
+
+
+def _legend_texts(owner: Figure | Axes) -> list:
+    legends = owner.legends if isinstance(owner, Figure) else [owner.get_legend()]
+    return [t for legend in legends if legend is not None for t in legend.get_texts()]
 
 
 def _png(figure: Figure, dpi: int) -> bytes:
@@ -116,16 +154,18 @@ def _png(figure: Figure, dpi: int) -> bytes:
 
 
 def to_svg(figure: Figure) -> str:
-    """SVG text: letters stay letters, coordinates have two decimals, the same bytes for the same data."""
+    """SVG text: letters stay letters, coordinates have two decimals, the same bytes for the same data. For light and
+    dark pages, with title and description."""
     with matplotlib.rc_context(_STYLE):
         out = io.StringIO()
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
-    return re.sub(r"-?\d+\.\d{3,}", lambda m: f"{float(m[0]):.2f}".rstrip("0").rstrip("."), out.getvalue())
+    svg = re.sub(r"-?\d+\.\d{3,}", lambda m: f"{float(m[0]):.2f}".rstrip("0").rstrip("."), out.getvalue())
+    return finish(svg, title_of(figure), describe(figure))
 
 
 def save(figure: Figure, name: str, folder: str | Path | None = None) -> Path:
-    """Writes `name`.svg (or .png, if the name says so) into `folder`; by default the `figures` of this repository,
-    looked for from the current directory upwards. Returns the path. ValueError when there is none."""
+    """Writes the figure, or a film of `lab.animate`, to `name`.svg (or .png, if the name says so) in `folder`; by default the
+    `figures` of this repository, looked for from the current directory upwards. Returns the path. ValueError when there is none."""
     if folder is None:
         here = Path.cwd()
         folder = next((p / "figures" for p in (here, *here.parents) if (p / "figures").is_dir()), None)
@@ -135,7 +175,7 @@ def save(figure: Figure, name: str, folder: str | Path | None = None) -> Path:
     if path.suffix == ".png":
         path.write_bytes(_png(figure, dpi=110))
     else:
-        path.write_text(to_svg(figure))
+        path.write_text(to_svg(figure) if isinstance(figure, Figure) else figure.svg())
     return path
 
 

@@ -18,6 +18,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from html import escape
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -62,6 +63,7 @@ from minititan.lab._canvas import (
 __all__ = [
     "Drawing",
     "memory",
+    "memory_svg",
     "mesh",
     "parity",
     "plan",
@@ -556,7 +558,8 @@ def _memory_bars(data: Mapping[str, Mapping[str, float]], limit, title: str) -> 
     totals = {label: sum(bars.values()) for label, bars in data.items()}
     largest = max([*totals.values(), limit or 0, 1])
     size, unit = unit_of(largest)
-    figure = new_figure(0.95 + 0.33 * len(data), f"memory by kind: {', '.join(map(str, data))}")
+    said = ", ".join(f"{label} {number(total / size)} {unit}" for label, total in totals.items())
+    figure = new_figure(0.95 + 0.33 * len(data), f"memory by kind: {said}")
     ax = figure.add_subplot()
     inches_per_unit = (WIDTH - 2.2) / (largest * 1.1 / size)
     for y, bars in enumerate(data.values()):
@@ -590,6 +593,50 @@ def _memory_bars(data: Mapping[str, Mapping[str, float]], limit, title: str) -> 
     return figure
 
 
+def memory_svg(data: Mapping[str, Mapping[str, float]], limit: float | None = None, title: str = "") -> str:
+    """The bars of `memory` as SVG text and without matplotlib: quick enough for a slider.
+
+    data: label -> {kind: bytes}; limit: bytes, a dashed line.
+    """
+    kinds = _kinds(k for bars in data.values() for k, v in bars.items() if v)
+    largest = max([*(sum(bars.values()) for bars in data.values()), limit or 0, 1])
+    size, unit = unit_of(largest)
+    x0, scale, row, height = 70, 630 / largest, 30, 30 * len(data) + 34
+    out = [_svg_root(height), f'<text x="{x0}" y="14" font-weight="bold">{escape(title)}</text>']
+    for i, kind in enumerate(kinds):
+        x = 830 - 100 * (len(kinds) - i)
+        out.append(f'<rect x="{x}" y="4" width="11" height="11" fill="{KINDS.get(kind, GREY)}"/>')
+        out.append(f'<text x="{x + 15}" y="14">{escape(kind)}</text>')
+    for i, (label, bars) in enumerate(data.items()):
+        x, y = x0, 26 + row * i
+        out.append(f'<text x="{x0 - 6}" y="{y + 16}" text-anchor="end">{escape(label)}</text>')
+        for kind in kinds:
+            width, colour = scale * bars.get(kind, 0), KINDS.get(kind, GREY)
+            text = number(bars.get(kind, 0) / size)
+            out.append(f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{row - 6}" fill="{colour}"/>')
+            if width > 7 * len(text) + 4:
+                ink = ink_on(colour)
+                out.append(
+                    f'<text x="{x + width / 2:.1f}" y="{y + 16}" text-anchor="middle" fill="{ink}">{text}</text>'
+                )
+            x += width
+        out.append(
+            f'<text x="{x + 6:.1f}" y="{y + 16}" font-weight="bold">{number((x - x0) / scale / size)} {unit}</text>'
+        )
+    if limit:
+        x = x0 + scale * limit
+        out.append(
+            f'<path d="M{x:.1f} 20V{height - 8}" stroke="{VERMILLION}" stroke-width="2" stroke-dasharray="5 4"/>'
+        )
+    return "".join([*out, "</svg>"])
+
+
+def _svg_root(height: int) -> str:
+    """Text has the colour of the page around it, which may be dark."""
+    font = 'font-family="sans-serif" font-size="11"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" width="840" height="{height}" {font} fill="currentColor">'
+
+
 def _memory_over_time(samples: list, events: list, limit, title: str) -> Drawing:
     if not samples:
         raise ValueError("there are no samples to draw: did the watch run on the ranks, and was its list returned?")
@@ -600,7 +647,7 @@ def _memory_over_time(samples: list, events: list, limit, title: str) -> Drawing
     peak = max(sum(s.n_bytes.values()) for s in samples)
     size, unit = unit_of(max(peak, limit or 0))
     height = 2.3 if len(ranks) == 1 else 1.35 * len(ranks)
-    figure = new_figure(0.7 + height, f"memory over time of {_ranks(len(ranks))}")
+    figure = new_figure(0.7 + height, f"memory over time of {_ranks(len(ranks))}, up to {number(peak / size)} {unit}")
     panels = figure.subplots(len(ranks), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     top = max(peak * 1.18, (limit or 0) * 1.08) / size
     strip = 0.1 * top if events else 0.0
@@ -869,9 +916,9 @@ def plan_svg(events: Sequence[tuple[int, str, float, float]], title: str = "") -
     tones = {}
     height = row * n_ranks + 44
     out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="840" height="{height}" font-family="sans-serif" font-size="11">'
+        _svg_root(height),
+        f'<rect x="56" y="24" width="{size * end:.1f}" height="{row * n_ranks}" fill="{IDLE}"/>',
     ]
-    out += [f'<rect x="56" y="24" width="{size * end:.1f}" height="{row * n_ranks}" fill="{IDLE}"/>']
     kinds = [k for k in ACTIONS if any(c[4] == k for c in cells)]
     labels = [(ACTIONS[k], ACTION_NAMES[k]) for k in kinds] + [(IDLE, f"bubble {idle:.1%}")]
     for i, (colour, label) in enumerate(labels):
@@ -879,7 +926,7 @@ def plan_svg(events: Sequence[tuple[int, str, float, float]], title: str = "") -
         out.append(
             f'<rect x="{x}" y="4" width="11" height="11" fill="{colour}"/><text x="{x + 15}" y="14">{label}</text>'
         )
-    out.append(f'<text x="56" y="14" font-weight="bold">{title}</text>')
+    out.append(f'<text x="56" y="14" font-weight="bold">{escape(title)}</text>')
     out += [f'<text x="8" y="{39 + row * r}">rank {r}</text>' for r in range(n_ranks)]
     for rank, begin, width, stage, kind, microbatch in cells:
         key = kind, own[rank].index(stage)

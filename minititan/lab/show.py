@@ -1,7 +1,8 @@
-"""Show the package's own code in a notebook, so that no notebook keeps a copy of it.
+"""Show the package's own code in a notebook, so that no notebook keeps a copy of it; and what a GPU has measured.
 
     show.source(apply_fsdp)                     # highlighted in Jupyter, plain text elsewhere
     show.source(Block, Block.forward, docstring=False)
+    print(show.gpu_figures("throughput"))       # of figures/gpu.json, which tests/gpu/run.sh writes
 
 The colours are mid-tones on no background: they read on a light page and on a dark one.
 """
@@ -9,9 +10,12 @@ The colours are mid-tones on no background: they read on a light page and on a d
 import ast
 import html
 import inspect
+import json
+import os
 import sys
 import textwrap
 from dataclasses import dataclass
+from pathlib import Path
 
 from pygments.lexers import PythonLexer
 from pygments.token import Comment, Keyword, Name, Number, Operator, String
@@ -105,3 +109,59 @@ def _highlight(code: str) -> str:
         )
         colour, run = new, text
     return "".join(out)
+
+
+# ---- what a GPU has measured ----------------------------------------------------------------------------------
+
+_GPU_FIGURES = Path(__file__).parents[2] / "figures" / "gpu.json"
+_COLUMNS = {
+    "smoke": ("technique", "ok", "error", "seconds"),
+    "throughput": ("recipe", "batch", "tokens_per_s", "mfu", "ratio"),
+    "compile": ("how", "seconds_cold", "tokens_per_s"),
+    "checkpoint": ("mode", "peak_bytes", "predicted_bytes", "step_s"),
+    "allocator": ("what", "value"),
+}
+
+
+def gpu_figures(section: str, path: str | os.PathLike | None = None) -> str:
+    """A section of figures/gpu.json as an aligned table under a line that names the GPU; or a sentence that it is not there.
+
+    section: smoke, throughput, compile, checkpoint or allocator. path: another file of tests/gpu/run.sh.
+    """
+    if section not in _COLUMNS:
+        raise ValueError(f"section={section!r} is none of the {len(_COLUMNS)} there are: {', '.join(_COLUMNS)}")
+    path = _GPU_FIGURES if path is None else Path(path)
+    if not path.exists():
+        return (
+            f"No GPU figures are recorded yet: tests/gpu/run.sh on a GPU writes {path.name}, which belongs in figures/."
+        )
+    report = json.loads(path.read_text(encoding="utf-8"))
+    machine, outcome = report["machine"], report["sections"].get(section, {"ok": False, "why": "it was not run"})
+    rows = report.get(section) or []
+    if isinstance(rows, dict):
+        rows = [{"what": name, "value": _worded(name, value)} for name, value in rows.items()]
+    lines = [f"{machine['gpu'] or 'toy size, on a CPU'}, torch {machine['torch']}, {machine['date']}"]
+    if rows:
+        columns = [name for name in _COLUMNS[section] if any(name in row for row in rows)]
+        table = [columns, *([_worded(name, row.get(name)) for name in columns] for row in rows)]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        for row in table:
+            cells = [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]
+            lines.append("  ".join(cells).rstrip())
+    if not outcome["ok"]:
+        lines.append(f"{'not whole' if rows else 'no figures'}: {outcome['why']}"[:300])
+    return "\n".join(lines)
+
+
+def _worded(name: str, value) -> str:
+    if value is None or isinstance(value, str | bool):
+        return {None: "-", True: "ok", False: "failed"}.get(value, value)
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_worded(name, part)}" for key, part in value.items())
+    if name.endswith("_bytes"):
+        return f"{value / 1e9:,.2f} GB"
+    if name.startswith("mfu"):
+        return f"{value:.1%}"
+    if name == "error":
+        return f"{value:.1e}"
+    return f"{value:,.0f}" if isinstance(value, int) or value >= 100 else f"{value:.3g}"
