@@ -47,15 +47,23 @@ More is there in backward, whose peak is the largest of these moments:
 Stages: "ddp" (and one process: all counts 1), "zero1" (DDP; each rank updates its rows), "zero2" (a block's gradient is
 cut as soon as it is whole), "fsdp" (ZeRO-3; HSDP with dp_replicate above 1). Meant is rank 0: uneven rows leave no other
 rank more. Left out: an allocator's rounding and gaps, buffers inside of NCCL, gloo and cuBLAS, and what fits between
-two moments. `memory` is of one pipeline stage; `estimate` cuts stages too. Dense models only.
+two moments. `memory` is of a model in one stage. Dense models only, but for `state_bytes`.
+
+Pipelines (`estimate`, whose `moments` are those of all ranks): 1F1B's in-flight microbatches, each in its checkpointed
+form; parameters gathered once a step, whole gradients in float32 until its end; messages, which torch keeps for all
+microbatches; and on the last rank the logits. torch's `schedule.step(return_outputs=True)`, its default and until 2025 its
+only way, keeps those of all m microbatches, and joins them at the end into one tensor: returned_logits says in which dtype.
+For the joined one, larger than any tensor before, the allocator takes a new segment beside all that it has. Schedules that
+split backward keep what checkpointing made again until the weights' half: they are predicted as without checkpointing, and
+roughly (0.83 to 1.04 of what 4 ranks held without it, 0.67 to 1.21 with mode full).
 
 Time (`estimate`): matmuls and attention at a share of the GPU's flops, everything elementwise and every message at a share
 of its bandwidths (MATMUL, ATTENTION, BANDWIDTH below: three numbers for all models, layouts and GPUs), the pipeline's
 bubble by its formula; of messages counts what no arithmetic hides. Against 14 published rows of torchtitan on H100:
-tokens/s within 15% on each and in their order; memory within 7% on 12, and 46% too low on two (405B with pp 16).
-The three, ALLOCATOR and SPREAD were chosen in view of these rows: that five numbers carry 26 values is shown, not that a
-27th will be met. SPREAD is there for the order: without it 128 GPUs come out 1% faster than 8, not 1 to 10% slower. Four more
-rows of that table (cp 2 to 8, up to 262,144 tokens) come within 18% in tokens/s and 16% in memory.
+tokens/s within 14% on each and in their order, memory within 7%. The three, ALLOCATOR and SPREAD were chosen in view of
+these rows: that five numbers carry 28 values is shown, not that a 29th will be met. SPREAD is there for the order: without
+it 128 GPUs come out 1% faster than 8, not 1 to 10% slower. Of that table six more rows are neither here nor fitted: memory
+within 7% on five, and 25% too high on 405B with pp 8, interleaved; tokens/s within 21%.
 
 tests/test_planner.py and notebook 05 hold it against bytes measured on real ranks.
 References: activations https://arxiv.org/abs/2205.05198 · ZeRO https://arxiv.org/abs/1910.02054
@@ -82,7 +90,9 @@ def total(held: Bytes) -> int:
 
 def _check(c, stage, checkpoint, dp_replicate, dp_shard, tp, dtype, compute_dtype, **counts) -> None:
     if getattr(c, "n_experts", 0):
-        raise ValueError(f"n_experts {c.n_experts}: only dense models are planned so far; take n_experts 0")
+        raise ValueError(
+            f"n_experts {c.n_experts}: only dense models are planned so far; take n_experts 0, or state_bytes"
+        )
     for name, value, choices in (("stage", stage, STAGES), ("checkpoint", checkpoint, CHECKPOINTS)):
         if value not in choices:
             raise ValueError(f"{name}={value!r} is none of the {len(choices)} there are: {', '.join(choices)}")
@@ -109,12 +119,18 @@ def _check(c, stage, checkpoint, dp_replicate, dp_shard, tp, dtype, compute_dtyp
         raise ValueError(f"tp {tp} does not divide {', '.join(odd)}: take a divisor of {divided}")
 
 
-def parameter_shapes(config, tp: int = 1) -> tuple[dict, dict]:
-    """(block, root), each name -> shape of what the first of tp ranks has, before data parallel cuts its rows."""
+def parameter_shapes(config, tp: int = 1, ep: int = 1) -> tuple[dict, dict]:
+    """(block, root), each name -> shape of what the first of tp ranks has, and of the ep ranks that share experts, before
+    data parallel cuts its rows."""
     c = config
     D, C, F, V = c.dim, c.dim // c.n_heads * c.n_kv_heads, c.ffn_dim, ceil(c.vocab_size / tp)
     block = {"attention_norm": (D,), "wq": (D // tp, D), "wk": (C // tp, D), "wv": (C // tp, D), "wo": (D, D // tp)}
     block |= {"ffn_norm": (D,), "w1": (F // tp, D), "w3": (F // tp, D), "w2": (D, F // tp)}
+    if E := getattr(c, "n_experts", 0):  # tensor parallel gives them tokens, and cuts nothing of them
+        f, own = c.expert_ffn_dim or F, E // ep
+        block |= {name: (c.n_shared_experts * f, D)[:: -1 if name == "w2" else 1] for name in ("w1", "w3", "w2")}
+        block |= {"router": (E, D), "experts.w1": (own, f, D), "experts.w3": (own, f, D), "experts.w2": (own, D, f)}
+        block = {name: shape for name, shape in block.items() if prod(shape)}
     ends = {"tok_embeddings": (V, D), "norm": (D,)}
     return block, ends if c.tied else ends | {"output": (V, D)}
 
@@ -333,6 +349,7 @@ class Estimate:
     layout: str
     memory: Bytes
     moment: str  # of the peak
+    moments: dict[str, Bytes]  # all, of tensors alone
     capacity: float
     bubble: float
     links: dict[str, Link]
@@ -425,6 +442,13 @@ def _parts(config, schedule, p, rank, stages_per_rank=None) -> tuple[int, bool, 
     return sum(counts[s] for s in mine), 0 in mine, len(counts) - 1 in mine
 
 
+def _numbers(config, tp: int, first: bool, last: bool) -> tuple[int, int]:
+    """Parameters, on one of tp ranks, of a block; and of the embedding if first, the last norm and the output if last."""
+    block, root = (sum(map(prod, unit.values())) for unit in parameter_shapes(config, tp))
+    table = ceil(config.vocab_size / tp) * config.dim
+    return block, root if first and last else table * first + (table + config.dim) * last
+
+
 def state_bytes(
     config,
     dims,
@@ -435,34 +459,40 @@ def state_bytes(
     state_dtype: torch.dtype | None = None,
 ) -> Bytes:
     """parameters, gradients, optimizer -> bytes that this rank of the job holds at rest, to the byte: FSDP over
-    dp_shard × cp cuts rows as torch.chunk does, after tensor parallel and the pipeline have."""
+    dp_shard × cp cuts rows as torch.chunk does, after tensor parallel and the pipeline have. With dims.ep above 1 experts
+    are whole on one of ep ranks, and cut among those of dp_shard × cp × tp that hold the same."""
     degrees, where = _degrees(dims), {}
     for axis in reversed(AXES):
         rank, where[axis] = divmod(rank, degrees[axis])
     if rank:
         raise ValueError(f"rank is beyond the {prod(degrees.values())} ranks of {degrees}")
-    n_layers, first, last = _parts(config, schedule, degrees["pp"], where["pp"], stages_per_rank)
-    block, root = parameter_shapes(config, degrees["tp"])
-    block, root = list(block.values()), dict(root)
-    if degrees["pp"] > 1 and getattr(config, "tied", False):
+    pp, dp, cp, tp, ep = (*(degrees[axis] for axis in ("pp", "dp_shard", "cp", "tp")), getattr(dims, "ep", 1))
+    if getattr(config, "n_experts", 0) % ep or dp * cp * tp % ep:
         raise ValueError(
-            f"tied embeddings lie on the first and the last stage of pp {degrees['pp']}: untie, or take pp 1"
+            f"ep {ep} must divide n_experts {getattr(config, 'n_experts', 0)} and dp_shard × cp × tp = {dp * cp * tp}"
         )
-    if not first:
-        root.pop("tok_embeddings")
-    if not last:
-        root = {name: shape for name, shape in root.items() if name == "tok_embeddings"}
-    n, i, shapes = degrees["dp_shard"] * degrees["cp"], where["dp_shard"] * degrees["cp"] + where["cp"], []
-    vocabulary = config.vocab_size, ceil(config.vocab_size / degrees["tp"])
-    for name, shape in [("", shape) for shape in block * n_layers] + list(root.items()):
-        rows = shape[0]
-        if name in ("tok_embeddings", "output"):  # torch.chunk over tp: the last ranks may have fewer
-            rows = max(0, min(vocabulary[1], vocabulary[0] - where["tp"] * vocabulary[1]))
-        each = ceil(rows / n)
-        shapes.append((max(0, min(each, rows - i * each)), prod(shape[1:])))
-    numbers = sum(map(prod, shapes))
+    if pp > 1 and getattr(config, "tied", False):
+        raise ValueError(f"tied embeddings lie on the first and the last stage of pp {pp}: untie, or take pp 1")
+    n_layers, first, last = _parts(config, schedule, pp, where["pp"], stages_per_rank)
+    block, root = parameter_shapes(config, tp, ep)
+    held = [*block.items()] * n_layers
+    held += [(name, shape) for name, shape in root.items() if (first if name == "tok_embeddings" else last)]
+
+    def piece(size: int, n: int, i: int) -> int:  # of torch.chunk: the last ones may be smaller, or empty
+        return max(0, min(ceil(size / n), size - i * ceil(size / n)))
+
+    i, numbers = where["dp_shard"] * cp + where["cp"], 0
+    for name, shape in held:
+        if name in ("tok_embeddings", "output"):
+            shape = (piece(config.vocab_size, tp, where["tp"]), *shape[1:])
+        if name.startswith("experts") and ep > 1:
+            n, j = dp * cp * tp // ep, (i * tp + where["tp"]) // ep
+            dim = next((dim for dim, size in enumerate(shape) if size % n == 0), 0)
+        else:
+            n, j, dim = dp * cp, i, 0
+        numbers += piece(shape[dim], n, j) * prod(shape[:dim] + shape[dim + 1 :])
     p, state = dtype.itemsize, (state_dtype or dtype).itemsize
-    return {"parameters": p * numbers, "gradients": p * numbers, "optimizer": 2 * state * numbers + 4 * len(shapes)}
+    return {"parameters": p * numbers, "gradients": p * numbers, "optimizer": 2 * state * numbers + 4 * len(held)}
 
 
 class _Job(NamedTuple):
@@ -486,6 +516,8 @@ class _Job(NamedTuple):
     async_tp: bool
     sequence_parallel: bool
     loss_parallel: bool
+    returned: int = 0  # bytes a logit that the last stage hands back
+    fused_norms: bool = True
 
     @property
     def N(self) -> int:  # tokens of a microbatch on a rank
@@ -496,73 +528,80 @@ class _Job(NamedTuple):
         return self.tp if self.sequence_parallel else 1
 
 
-def _memory_of_stage(job: _Job, r: int) -> dict[str, Bytes]:
-    """Moments of rank r of a pipeline. FSDP gathers once a step, and adds up whole gradients in float32 until its end."""
+def _stage_moments(job: _Job, r: int) -> dict[str, Bytes]:
+    """Of rank r of a pipeline. FSDP gathers once a step, and adds up whole gradients in float32 until its end."""
     c, (n_layers, first, last) = job.c, _parts(job.c, job.schedule, job.pp, r, job.v)
-    layout = {"tp": job.tp, "sequence_parallel": job.sequence_parallel}
-    kept = {mode: total(kept_by_block(c, job.N, 2, mode, **layout)) for mode in ("none", "full", "per_op")}
-    everything = kept_by_block(c, job.N, 2, **layout)
-    a_block = (kept["none"] + kept["full"]) / 2 if job.checkpoint == "every_other" else kept[job.checkpoint]
-    block, root = (sum(map(prod, unit.values())) for unit in parameter_shapes(c, job.tp))
-    ends = (root - c.dim) // 2 * first + ((root - c.dim) // 2 + c.dim) * last
+    layout = {"tp": job.tp, "sequence_parallel": job.sequence_parallel, "fused_norms": job.fused_norms}
+    of_mode = {mode: kept_by_block(c, job.N, 2, mode, **layout) for mode in ("none", "full", "per_op")}
+    kept, h, x = {mode: total(of) for mode, of in of_mode.items()}, of_mode["none"]["h"], of_mode["full"]["x"]
+    # A schedule that splits backward keeps a second run's tape until the weights' half.
+    checkpoint = "none" if SCHEDULES[job.schedule][1] > 1 else job.checkpoint
+    a_block = (kept["none"] + x) / 2 if checkpoint == "every_other" else kept[checkpoint]
+    block, ends = _numbers(c, job.tp, first, last)
     whole = n_layers * block + ends
     rows = ceil(whole / job.n)
     v = job.v or SCHEDULES[job.schedule][0]
-    p, m = job.pp, job.m
+    p, m, waits = job.pp, job.m, job.schedule in ("gpipe", "looped_bfs")  # with backward until all is forward
     chunks = {  # microbatches in flight, each in 1/v of this rank's layers
-        "gpipe": m,
         "1f1b": min(m, p - r),
         "interleaved_1f1b": min(m * v, 2 * (p - r - 1) + (v - 1) * p + 1),
-        "looped_bfs": m * v,
         "interleaved_zero_bubble": min(m * v, p * v),
         "zbv": min(m * v, 2 * p),
         "dualpipev": min(m * v, 2 * p + 1),
-    }[job.schedule]
-    x = kept["full"]
-    in_flight = chunks / v * n_layers * a_block + (2 * m * v - chunks) * x  # torch keeps buffers for all m
-    around = 4 * job.seq_len // job.cp * (c.dim // c.n_heads) * n_layers + 16 * job.N
-    logits = job.N * 4 * (ceil(c.vocab_size / job.tp) if job.loss_parallel else c.vocab_size) * last
+    }.get(job.schedule, m * v)
+    # Messages that torch keeps for all microbatches: what a stage receives, which is on the tape while in flight, and its
+    # gradient; the gradient that comes back; with several stages a rank what was sent, too.
+    messages = m * (2 * (v - first) + (v - last) * (1 + (v > 1))) - chunks * (v - first) / v
+    around = messages * x + 4 * job.seq_len // job.cp * (c.dim // c.n_heads) * n_layers + 16 * job.N
+    tape = around + chunks / v * n_layers * a_block
+    words = ceil(c.vocab_size / job.tp) if job.loss_parallel else c.vocab_size
+    logits = job.N * words * last  # numbers of a microbatch
+    at_once = m if waits else 1
+    returned = logits * m * job.returned
     always = {"parameters": 4 * rows, "optimizer": 8 * rows}
     gathered = 2 * ends + (1 if job.float8 else 2) * n_layers * block if job.n > 1 else 2 * whole
 
     def moment(**changing) -> Bytes:
         return {kind: int((always | changing).get(kind, 0)) for kind in KINDS}
 
-    running = kept["none"] + 2 * everything["h"] + x - (a_block if job.checkpoint != "none" else kept["none"])
     here = {"gathered": gathered, "gradients": 4 * whole}
-    found = {"a block's backward": moment(**here, activations=in_flight + around + running)}
+    running = 2 * h + x + (kept["none"] - a_block if job.checkpoint != "none" else 0)
+    of_loss = logits * 4 * (at_once + (3 if job.loss_parallel and job.tp > 1 else 2)) + (
+        returned or logits * 2 * at_once
+    )
+    found = {"a block's backward": moment(**here, activations=tape + running, logits=returned)}
     if last:
-        found["the loss"] = moment(
-            **here,
-            activations=in_flight + around + job.N * c.dim * 2,
-            logits=logits * (4 if job.loss_parallel and job.tp > 1 else 3),
-        )
-    found["the last reduce"] = moment(gathered=4 * block, gradients=4 * whole + 4 * rows)
+        found["the loss"] = moment(**here, activations=tape + job.N * c.dim * 2, logits=of_loss)
+    reduced = {"gathered": 4 * max(block, ends), "gradients": 4 * whole + 4 * rows, "activations": around}
+    found["the last reduce"] = moment(**reduced, logits=returned)
+    if returned:
+        found["logits joined"] = moment(gradients=4 * rows, activations=around, logits=2 * returned)
     return found
 
 
-def _memory(job: _Job) -> tuple[str, Bytes]:
+def _memory(job: _Job) -> tuple[dict[str, Bytes], str, Bytes]:
+    """(moments, the fullest of them, what is reserved in it by kind)."""
     if job.pp == 1:
-        found = step_moments(
-            job.c,
-            "fsdp",
-            job.dp_replicate,
-            job.n,
-            job.tp,
-            batch=job.batch,
-            seq_len=job.seq_len // job.cp,
-            microbatches=job.m,
-            checkpoint=job.checkpoint,
-            compute_dtype=torch.bfloat16,
-            sequence_parallel=job.sequence_parallel,
-            loss_parallel=job.loss_parallel,
+        layout = {"dp_replicate": job.dp_replicate, "dp_shard": job.n, "tp": job.tp, "checkpoint": job.checkpoint}
+        layout |= {"sequence_parallel": job.sequence_parallel, "loss_parallel": job.loss_parallel}
+        sizes = {"batch": job.batch, "seq_len": job.seq_len // job.cp, "microbatches": job.m}
+        moments = step_moments(
+            job.c, "fsdp", **layout, **sizes, compute_dtype=torch.bfloat16, fused_norms=job.fused_norms
         )
+        reserved = moments
     else:
-        stages = {r: _memory_of_stage(job, r) for r in range(job.pp)}
-        found = {f"{name} on stage {r}": held for r, moments in stages.items() for name, held in moments.items()}
-    moment = max(found, key=lambda name: total(found[name]))
-    held = found[moment]
-    return moment, held | {"allocator": int(total(held) * (ALLOCATOR - 1))}
+        stages = [_stage_moments(job, r) for r in range(job.pp)]
+        moments = {f"{name} on rank {r}": held for r, of in enumerate(stages) for name, held in of.items()}
+        reserved = {}
+        for name, held in moments.items():
+            # The joined logits are one tensor, larger than any before. An allocator does not join its segments, so that
+            # it takes a new one for them, beside all those of the fullest moment.
+            joined = stages[int(name.split()[-1])].get("logits joined", {}).get("logits", 0) // 2
+            if not name.startswith("logits joined"):
+                reserved[name] = held | {"logits": held["logits"] + joined}
+    moment = max(reserved, key=lambda name: total(reserved[name]))
+    held = reserved[moment]
+    return moments, moment, held | {"allocator": int(total(held) * (ALLOCATOR - 1))}
 
 
 def _work(job: _Job, n_layers: int, first: bool, last: bool) -> dict[str, float]:
@@ -586,8 +625,8 @@ def _work(job: _Job, n_layers: int, first: bool, last: bool) -> dict[str, float]
     back = (2 * norm + 4) * D / s + 7 * D + rope * (D + C) / t + silu_back * F / t
     n_bytes = N * n_layers * 2 * ((1 + again) * once + back)
     n_bytes += 38 * N * V / (t if job.loss_parallel else 1) * last  # softmax in float32, kernel by kernel
-    block, root = (sum(map(prod, unit.values())) for unit in parameter_shapes(c, t))
-    weights = n_layers * block + root // 2 * first + root // 2 * last
+    block, ends = _numbers(c, t, first, last)
+    weights = n_layers * block + ends
     if job.float8:  # largest magnitude, cast: 2 + 2 + 1 bytes an operand
         x = 2 * D / s + D / t + F / t
         dy = (D + 2 * C) / t + 2 * D / s + 2 * F / t
@@ -628,11 +667,15 @@ def estimate(
     async_tp: bool = False,
     sequence_parallel: bool = True,
     loss_parallel: bool = True,
+    returned_logits: torch.dtype | None = None,
+    fused_norms: bool = True,
 ) -> Estimate:
     """A training step: bf16 compute, float32 parameters, gradients and AdamW; FSDP over dp_shard × cp.
 
     config: a ModelConfig, dims: a ParallelDims, or whatever has their attributes. local_batch: sequences of seq_len
     of each data-parallel rank in a step; microbatches: default pp. float8: tensorwise, gathered in 8 bits.
+    returned_logits: dtype of what a pipeline's last stage hands back; None with return_outputs=False. fused_norms: as
+    `step_moments`.
     ValueError: sizes that do not divide; experts; a schedule with too few microbatches.
     """
     degrees = _degrees(dims)
@@ -650,8 +693,8 @@ def estimate(
         raise ValueError(f"tied embeddings lie on the first and the last stage of pp {pp}: untie, or take pp 1")
     bubble = bubble_fraction(schedule, pp, m, stages_per_rank) if pp > 1 else 0.0
     n = degrees["dp_shard"] * cp
-    job = _Job(config, gpu, pp, degrees["dp_replicate"], n, cp, tp, local_batch // m, seq_len, m, schedule, stages_per_rank, checkpoint, compile, float8, async_tp and tp > 1, sequence_parallel and tp > 1, loss_parallel and tp > 1)  # fmt: skip
-    moment, held = _memory(job)
+    job = _Job(config, gpu, pp, degrees["dp_replicate"], n, cp, tp, local_batch // m, seq_len, m, schedule, stages_per_rank, checkpoint, compile, float8, async_tp and tp > 1, sequence_parallel and tp > 1, loss_parallel and tp > 1, returned_logits.itemsize if returned_logits else 0, fused_norms)  # fmt: skip
+    moments, moment, held = _memory(job)
 
     ranks = [(_parts(config, schedule, pp, r, stages_per_rank)) for r in {0, pp // 2, pp - 1}]
     works = [_work(job, *parts) for parts in ranks]
@@ -673,17 +716,14 @@ def estimate(
     kv = job.N * 2 * (config.dim // config.n_heads) * config.n_kv_heads // tp * 2 * n_layers
     passes = 3 if checkpoint in ("none", "per_op") else 4  # forward, again, and backward with the gradients of k and v
     link("cp", tp, cp, (cp - 1) * kv * passes * m, time["attention"] / 2)
-    block, root = (sum(map(prod, unit.values())) for unit in parameter_shapes(config, tp))
-    ends = root // 2 * first + root // 2 * last if pp > 1 else root
+    block, ends = _numbers(config, tp, first, last)
     share, times = (n - 1) / n, 1 if pp > 1 else m
     gathers = (1 if pp > 1 else 2) * times * ((1 if float8 else 2) * n_layers * block + 2 * ends) * share
     reduces = times * 4 * (n_layers * block + ends) * share
     speed = _speed(job, tp, n)[1]
     # Nothing hides the first gather and the last reduce; a pipeline reduces when all microbatches are done.
     sight = (2 * (ends + block) + 4 * (ends if pp == 1 else n_layers * block + ends)) * share / speed
-    link("fsdp", tp, n, gathers + reduces, busy - sight)
-    if "fsdp" in links:
-        links["fsdp"] = links["fsdp"]._replace(exposed=max(links["fsdp"].exposed, sight))
+    link("fsdp", tp, n, gathers + reduces, min(busy, (gathers + reduces) / speed) - sight)
     rows, k = (n_layers * block + ends) / n, job.dp_replicate
     link("dp_replicate", tp * n, k, 2 * (k - 1) / k * 4 * rows * times, busy / 2 / m)
     stages = stages_per_rank or SCHEDULES[schedule][0]
@@ -697,7 +737,7 @@ def estimate(
     multiply = config.n_layers * sum(map(prod, parameter_shapes(config)[0].values())) + config.vocab_size * config.dim
     flops = 6 * multiply + 12 * config.n_layers * config.dim * seq_len
     layout = " × ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "one GPU"
-    found = Estimate(layout, held, moment, gpu.memory, bubble, links, time, tokens, 0.0)
+    found = Estimate(layout, held, moment, moments, gpu.memory, bubble, links, time, tokens, 0.0)
     return replace(found, mfu=flops * found.tokens_per_s_gpu / gpu.flops)
 
 

@@ -36,6 +36,7 @@ from minititan.planner import (
     total,
 )
 from minititan.tensor_parallel import apply_tensor_parallel
+from minititan.train import Job, ParallelConfig, TrainConfig, check
 
 MODEL = ModelConfig(vocab_size=512, dim=64, n_layers=3, n_heads=8, n_kv_heads=4, ffn_dim=176)
 TIED = replace(MODEL, tied=True, n_kv_heads=8, ffn_dim=101, vocab_size=403)  # and rows that 4 ranks do not divide
@@ -227,6 +228,103 @@ def test_the_ledger_can_tell_layouts_apart():
             assert passes == (a == b), (a, b)
 
 
+# A pipeline of 2 ranks × FSDP over 2, 8 microbatches. returned: torch's default, to hand back all logits.
+DEEP = replace(MODEL, n_layers=6)
+STAGES_LEDGER = {
+    "1F1B": {},
+    "1F1B, logits returned": {"returned": True},
+    "1F1B, long logits returned": {"returned": True, "model": replace(DEEP, vocab_size=4096)},
+    "1F1B, per_op": {"checkpoint": "per_op"},
+    "interleaved": {"schedule": "interleaved_1f1b"},
+    "interleaved, logits returned": {"schedule": "interleaved_1f1b", "returned": True},
+    "GPipe": {"schedule": "gpipe"},
+}
+
+
+def measure_stage(model=DEEP, schedule="1f1b", checkpoint="full", returned=False):
+    """As `measure`, of a rank's stages; computes in bfloat16."""
+    mesh, m, seq_len = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "shard")), 8, SIZES["seq_len"]
+    whole, places = on_meta(lambda: Transformer(model)), pipeline_parallel.stages_of_ranks(schedule, 2)
+    mine = places[mesh["pp"].get_local_rank()]
+    parts = nn.ModuleList(pipeline_parallel.split_model(whole, sum(map(len, places)), s) for s in mine)
+    for part in parts:
+        apply_activation_checkpoint(part, checkpoint)
+        apply_fsdp(part, mesh["shard"], param_dtype=BF16, reshard_after_forward=False)
+        materialize(part, "cpu", seed=0)
+    optimizer = build_adamw(list(parts.parameters()))
+
+    def loss_fn(logits_BTV, targets_BT):
+        return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
+
+    pipeline = pipeline_parallel.build_schedule(list(parts), schedule, m, loss_fn, mesh["pp"])
+    if returned:
+        run = pipeline.schedule.step
+        pipeline.schedule.step = lambda *args, **kwargs: run(*args, **kwargs | {"return_outputs": True})
+    batch = torch.randint(model.vocab_size, (2, m * SIZES["batch"], seq_len))
+
+    def step():
+        pipeline.step(*batch, positions_T=torch.arange(seq_len))
+        optimizer.step()
+
+    step()
+    optimizer.zero_grad()
+    with watch_memory(parts, optimizer) as samples:
+        step()
+    return memory_by_kind(parts, optimizer) | {"peak": peak(samples).total}
+
+
+def predict_stage(rank, model=DEEP, schedule="1f1b", checkpoint="full", returned=False):
+    m, dims = 8, planner.Dims(dp_shard=2, pp=2)
+    options = {"checkpoint": checkpoint, "returned_logits": BF16 if returned else None, "fused_norms": False}
+    sizes = {"seq_len": SIZES["seq_len"], "local_batch": m * SIZES["batch"], "microbatches": m}
+    moments = planner.estimate(model, dims, schedule=schedule, **sizes, **options).moments
+    of_rank = [total(held) for name, held in moments.items() if name.endswith(f"rank {rank}")]
+    return planner.state_bytes(model, dims, 2 * rank, schedule) | {"peak": max(of_rank)}
+
+
+@pytest.mark.full
+def test_predicted_bytes_of_stages_are_those_measured():
+    kinds = ("parameters", "gradients", "optimizer", "peak")
+
+    def measure_all():
+        return {name: measure_stage(**row) for name, row in STAGES_LEDGER.items()}
+
+    measured, wrong = launch(measure_all, ranks=4, device="cpu", timeout=240), []
+    print(f"\n{'predicted kB / measured':40}" + "".join(f"{kind:>22}" for kind in kinds))
+    for name, row in STAGES_LEDGER.items():
+        for rank in (0, 1):
+            predicted, found = predict_stage(rank, **row), measured[2 * rank][name]
+            if "long" in name and rank == 0:  # the peak is the last reduce, for which gloo copies the largest gradient
+                predicted["peak"] += 4 * row["model"].vocab_size * DEEP.dim
+            ratios = {kind: predicted[kind] / found[kind] for kind in kinds}
+            print(
+                f"{f'{name}, rank {rank}':40}"
+                + "".join(f"{predicted[k] / 1e3:14,.1f} {r:7.4f}" for k, r in ratios.items())
+            )
+            wrong += [(name, rank, k, r) for k, r in ratios.items() if abs(r - 1) > WITHIN[k]]
+    assert not wrong
+    plain, returned = (measured[2][name]["peak"] for name in ("1F1B", "1F1B, logits returned"))
+    assert returned - plain == 7 * SIZES["batch"] * SIZES["seq_len"] * DEEP.vocab_size * 2, "one was there anyway"
+
+
+def test_logits_that_a_pipeline_hands_back():
+    """All of them in their dtype beside each moment of the last rank, and once more when they are joined; in what is
+    reserved the joined ones are new."""
+    c, dims = PRESETS["llama3-405b"], planner.Dims(dp_shard=4, tp=8, pp=16)
+    sizes = {"seq_len": 8192, "local_batch": 32, "microbatches": 16}
+    logits = 2 * 8192 * c.vocab_size // 8  # of one microbatch
+    before = planner.estimate(c, dims, **sizes)
+    for dtype in (BF16, torch.float32):
+        found, all_of_them = planner.estimate(c, dims, **sizes, returned_logits=dtype), 16 * logits * dtype.itemsize
+        for name, held in before.moments.items():
+            more = all_of_them - (2 * logits if name.startswith("the loss") else 0)
+            assert total(found.moments[name]) - total(held) == (more if name.endswith("rank 15") else 0), name
+        (joined,) = set(found.moments) - set(before.moments)
+        assert joined == "logits joined on rank 15" and found.moments[joined]["logits"] == 2 * all_of_them
+        assert found.moment == "the loss on rank 15"
+        assert found.memory["logits"] == found.moments[found.moment]["logits"] + all_of_them
+
+
 # ---- formulas -------------------------------------------------------------------------------------------------
 
 
@@ -342,24 +440,79 @@ def test_experts_are_refused():
         memory(PRESETS["debug-moe"], seq_len=64)
 
 
+EXPERTS = {
+    "debug-moe": PRESETS["debug-moe"],
+    "rows that do not divide": replace(PRESETS["debug-moe"], n_experts=6, expert_ffn_dim=44, vocab_size=259),
+}
+EXPERT_LAYOUTS = [
+    {"dp_shard": 4},
+    {"dp_shard": 4, "ep": 2},
+    {"dp_replicate": 2, "dp_shard": 2, "ep": 2},
+    {"dp_shard": 2, "tp": 2, "ep": 2},
+    {"dp_shard": 2, "pp": 2, "ep": 2},
+]
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_ranks_of_experts_hold_the_model_once(name):
+    n = count_parameters(EXPERTS[name])
+    for layout in (
+        {"dp_shard": 4},
+        {"dp_shard": 4, "ep": 2},
+        {"dp_shard": 6, "ep": 2},
+        {"dp_shard": 3, "cp": 2, "ep": 2},
+    ):
+        dims = planner.Dims(**layout)
+        ranks = [
+            planner.state_bytes(EXPERTS[name], dims, r)["parameters"] for r in range(planner.prod(dims) // dims.ep)
+        ]
+        assert sum(ranks) == 4 * n, layout
+    with pytest.raises(ValueError, match=r"ep 4 must divide n_experts 6 and dp_shard × cp × tp = 2"):
+        planner.state_bytes(EXPERTS["rows that do not divide"], planner.Dims(dp_shard=2, ep=4))
+
+
+@pytest.mark.full
+def test_a_rank_of_experts_holds_what_is_predicted():
+    """To the byte, on each of 4 ranks."""
+
+    def held(config, layout):
+        config = TrainConfig(model=config, global_batch=16, seq_len=16, accumulate=4, parallel=ParallelConfig(**layout))
+        dims = check(config, 4)
+        dims.build_mesh("cpu")
+        job = Job(config, dims, torch.device("cpu"))
+        for p in job.parameters:
+            p.grad = torch.zeros_like(p)
+        job.optimizer.step()
+        kinds = memory_by_kind(nn.ModuleList(job.parts), job.optimizer)
+        return {kind: kinds[kind] for kind in ("parameters", "gradients", "optimizer")}
+
+    def of_all():
+        return [[held(config, layout) for layout in EXPERT_LAYOUTS] for config in EXPERTS.values()]
+
+    for rank, of_rank in enumerate(launch(of_all, ranks=4, device="cpu", timeout=120)):
+        for config, found in zip(EXPERTS.values(), of_rank, strict=True):
+            for layout, kinds in zip(EXPERT_LAYOUTS, found, strict=True):
+                assert kinds == planner.state_bytes(config, planner.Dims(**layout), rank), (config, layout, rank)
+
+
 # ---- time, against what others have published -------------------------------------------------------------------
 
 PUBLISHED = json.loads((pathlib.Path(__file__).parent / "published_results.json").read_text())["rows"]
-# Memory that is not reached: predicted 42 and 43 GiB. No term of the tape gives the 36 GiB more that were measured at
-# pp 16 and not at pp 8, where the same formula is 6% off.
-MEMORY_NOT_REACHED = {("llama3-405b", 16)}
 
 
 def predicted(row: dict) -> planner.Estimate:
     dims = SimpleNamespace(dp_replicate=1, ep=1, **{axis: row[axis] for axis in ("dp_shard", "cp", "tp", "pp")})
     options = {"checkpoint": row["ac"], "compile": row["compile"], "float8": bool(row["float8"])}
     options |= {"async_tp": row["async_tp"], "schedule": row.get("schedule") or "1f1b"}
+    # torch's pipelines then always handed the logits back (pytorch#165822 made it an option). Torchtitan's were float32 until
+    # torchtitan#642 of late October 2024: after the paper's first version, which has the rows that only the paper has.
+    options["returned_logits"] = torch.float32 if row["source"] == "paper" else BF16
     sizes = {"seq_len": row["seq_len"], "local_batch": row["local_batch"]}
     return planner.estimate(PRESETS[row["model"]], dims, "h100-96gb", **sizes, **options)
 
 
 def test_published_measurements_are_predicted():
-    """Tokens/s within 20% on each of the 14 rows and in their order, memory within 10% on the 12 that the tape explains; no row has a
+    """Tokens/s within 20% and memory within 10% on each of the 14 rows, and the rows in their order; no row has a
     constant of its own."""
     speed, memory = {}, {}
     for i, row in enumerate(PUBLISHED):
@@ -374,8 +527,7 @@ def test_published_measurements_are_predicted():
         sorted(speed, key=lambda i: PUBLISHED[i]["tok_s_gpu"] * of[i]) for of in (dict.fromkeys(speed, 1), speed)
     ]
     assert by_speed[0] == by_speed[1]
-    reached = [i for i, row in enumerate(PUBLISHED) if (row["model"], row["pp"]) not in MEMORY_NOT_REACHED]
-    assert len(reached) == 12 and all(abs(memory[i] - 1) < 0.1 for i in reached), memory
+    assert all(abs(ratio - 1) < 0.1 for ratio in memory.values()), memory
 
 
 def test_what_interleaving_float8_and_compile_gain():
@@ -432,9 +584,22 @@ def test_a_rank_holds_its_stage_of_a_split_model():
         assert sum(on_rank) == sum(p.numel() for p in whole.parameters() if p.ndim > 1)
 
 
-def test_published_rows_come_in_their_order():
-    found = {i: predicted(row).tokens_per_s_gpu for i, row in enumerate(PUBLISHED)}
-    assert sorted(found, key=found.get) == sorted(found, key=lambda i: PUBLISHED[i]["tok_s_gpu"])
+def test_more_rows_of_the_table_that_nothing_was_chosen_for():
+    """Of the repository's table: like which row here, what is other there, tokens/s, GiB. One memory is not reached."""
+    pp8 = {"pp": 8, "dp_shard": 8, "source": "both"}
+    table = [(8, pp8, 100, 82.5), (9, pp8, 128, 72.7)]
+    for i, cp, tokens_per_s, gib in ((13, 4, 31, 77.1), (13, 8, 16, 84.9), (11, 2, 2540, 84.2), (11, 8, 548, 84.5)):
+        table.append((i, {"cp": cp, "dp_shard": 8 // cp, "seq_len": 32_768 * cp}, tokens_per_s, gib))
+    speed, memory = [], []
+    for i, other, tokens_per_s, gib in table:
+        found = predicted(PUBLISHED[i] | other)
+        speed.append(found.tokens_per_s_gpu / tokens_per_s)
+        memory.append(found.peak / planner.GIB / gib)
+    assert all(abs(ratio - 1) < 0.22 for ratio in speed), speed
+    assert [abs(ratio - 1) < 0.07 for ratio in memory] == [True, False, True, True, True, True], memory
+    assert memory[1] == pytest.approx(1.25, abs=0.01), (
+        "interleaved with pp 8, where 10 GiB less than by 1F1B were measured"
+    )
 
 
 def test_memory_and_time_add_up():
