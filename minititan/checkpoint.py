@@ -283,7 +283,7 @@ class _Writer(dcp.FileSystemWriter):
         super().finish(metadata, results)
         aside = Path(self.path)
         files = {name: (aside / name).stat().st_size for name in (_PLAIN, ".metadata")}
-        for info in metadata.storage_data.values():
+        for info in (write.storage_data for of_rank in results for write in of_rank):
             files[info.relative_path] = max(files.get(info.relative_path, 0), info.offset + info.length)
         manifest = {"version": VERSION, "step": self.step, "ranks": len(results), "torch": torch.__version__}
         (aside / _MANIFEST).write_text(json.dumps(manifest | {"files": files}, indent=1))

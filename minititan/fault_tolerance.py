@@ -236,6 +236,7 @@ class FaultTolerantReplica:
             )
         self.model, self.optimizer, self.report = model, optimizer, report
         self.step, self.share, self.name = 0, (0, 1), name
+        self.store = store  # which lives as long as whoever serves it holds it
         self.work_timeout, self.returning, self.n_healed, self.quorum = work_timeout, returning, 0, -1
         on_gpu = next(model.parameters()).is_cuda
         self.peers = (ProcessGroupNCCL if on_gpu else ProcessGroupGloo)(timeout=timedelta(seconds=peer_timeout))
@@ -261,7 +262,7 @@ class FaultTolerantReplica:
             for unit in units:
                 unit.set_all_reduce_hook(self.mean)  # after the reduce-scatter in the group: 1/n of the gradient
             for p in () if units else model.parameters():
-                p.register_post_accumulate_grad_hook(lambda p: self.mean(p.grad))
+                p.register_post_accumulate_grad_hook(lambda p: self.mean(_local(p.grad)))
 
     def state_dict(self) -> dict:
         """What a peer needs: this rank's own part of model and optimizer, and the step."""
@@ -346,6 +347,28 @@ class FaultTolerantReplica:
 # ---- native: torchrun starts everybody again ------------------------------------------------------------------
 
 
+def torchrun_store(timeout: float = 1800.0) -> dist.Store:
+    """The store of this attempt, as `init_process_group(store=..)` wants it: nobody dials the dead of the one before.
+
+    By default torchrun's own store serves all attempts, so this one gets a prefix: the number of restarts. Across nodes
+    agents count differently (who was killed and rejoins begins at 0), and only a store that is made anew for each
+    attempt will do: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment, with --rdzv-backend c10d.
+    timeout: s, until all are there. ValueError for several nodes that may restart and share one store.
+    """
+    rank = int(os.environ["RANK"])
+    agent_has_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    restarts, nodes = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)), int(os.environ.get("GROUP_WORLD_SIZE", 1))
+    if agent_has_it and restarts > 0 and nodes > 1:
+        raise ValueError(
+            f"{nodes} nodes with --max-restarts {restarts} share one store, in which a node that rejoins would not find "
+            "the others: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node, and use --rdzv-backend c10d"
+        )
+    address, wait = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timedelta(seconds=timeout)
+    store = dist.TCPStore(*address, is_master=rank == 0 and not agent_has_it, wait_for_workers=False, timeout=wait)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"attempt_{attempt}", store) if agent_has_it else store
+
+
 def run_elastic(
     build: Callable[[], object],
     train_step: Callable[[object, int], None],
@@ -362,12 +385,8 @@ def run_elastic(
     """
     if save_every < 1:
         raise ValueError(f"save_every={save_every} of {n_steps} steps: at least 1, or a restart begins at step 0")
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    agent_has_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    address, wait = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timedelta(seconds=timeout)
-    store = dist.TCPStore(*address, is_master=rank == 0 and not agent_has_it, wait_for_workers=False, timeout=wait)
-    # torchrun's store outlives an attempt: without a name of its own, this one would dial the dead ranks' addresses
-    store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    rank, world, wait = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(seconds=timeout)
+    store = torchrun_store(timeout)
     on_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", world))
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpus else None
     backend = "nccl" if on_gpus else "cpu:gloo"

@@ -426,11 +426,11 @@ def nccl_environment(folder: Folder, entries: int = 2000) -> dict[str, str]:
 
 def torch_analysis(folder: Folder) -> str:
     """What torch's own analyser (`torchfrtrace FOLDER -p rank_`) says to the dumps in a folder."""
-    from torch.distributed.flight_recorder import fr_trace
-
     told, out = logging.StreamHandler(io.StringIO()), io.StringIO()
     logger, collects = logging.getLogger("Flight Recorder"), gc.isenabled()
     logger.addFilter(keeps := lambda record: "tabulate" not in record.getMessage())  # an optional package
+    from torch.distributed.flight_recorder import fr_trace
+
     others, logger.handlers[:] = list(logger.handlers), [told]
     try:
         with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
@@ -712,9 +712,10 @@ class _Case:
         dumped = self.dumps.get(rank, {})
         idle = max(0.0, (dumped.get("time") or call["time"]) - call["time"])
         doing = dumped.get("doing")
-        doing = f"{idle:.1f} s after them it is at {doing}" if doing else (
+        doing = f"{idle:.1f} s after them rank {rank} is at {doing}" if doing else (
             "it does not answer: it is stopped, or in native code that holds the interpreter")  # fmt: skip
-        return self.told(wrong, "slow", call, f"has not called {{it}}, {wait}; {doing}")
+        have = "has" if len(wrong) == 1 else "have"
+        return self.told(wrong, "slow", call, f"{have} not called {{it}}, {wait}; {doing}")
 
     def of_agreement(self) -> Finding:
         calls = {r: d["calls"][-1] for r, d in self.dumps.items() if d["calls"]}

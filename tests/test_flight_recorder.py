@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import random
+import re
 import signal
 import time
 import warnings
@@ -135,6 +136,37 @@ def test_an_exception_is_the_cause_and_its_echoes_are_not(tmp_path):
     found = explain(tmp_path)
     assert (found.ranks, found.cause, found.number) == ((1,), "failed", 2)
     assert "rank 1 failed with ValueError: a bad batch before all_reduce #2" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        ("sleeps", "rank 1 has not called all_reduce #3 (float32 [4]), in which ranks 0, 2 wait"),
+        ("leaves", "rank 1 never called all_reduce #3 (float32 [4]), in which ranks 0, 2 wait"),
+        ("another", "rank 1 called broadcast as #3, where ranks 0, 2 called all_reduce #3 (float32 [4])"),
+    ],
+)
+def test_the_launchers_hang_report_uses_the_same_words(tmp_path, fault, sentence):
+    """The lab and a technique do not import each other: that they agree is seen here, on one and the same run."""
+
+    def work(folder):
+        x = torch.ones(4)
+        with recording(folder, patience=0.3):
+            dist.all_reduce(x)
+            dist.all_reduce(x)
+            if dist.get_rank() != 1:
+                dist.all_reduce(x)
+            elif fault == "another":
+                dist.broadcast(x, src=1)
+                time.sleep(60)  # a broadcast's source need not wait
+            elif fault == "sleeps":
+                time.sleep(60)
+
+    with pytest.raises(RankError) as caught:
+        launch(work, str(tmp_path), ranks=3, timeout=1.2)
+    told, found = str(caught.value).splitlines()[0], explain(tmp_path)
+    assert told.endswith(f" within 1.2 s: {sentence}")
+    assert re.sub(r" at [\w.]+, line \d+, in \w+", "", str(found).split("; ")[0].removesuffix(".")).startswith(sentence)
 
 
 # ------------------------------------------------------------------------------------------------ the record
