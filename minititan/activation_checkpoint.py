@@ -159,10 +159,10 @@ def _default_blocks(module: nn.Module) -> list[nn.Module]:
 
 def _per_op_contexts(saved: frozenset):
     """For one call of a block: keep the results of `saved`, and of every second matmul beginning with the second."""
-    count = itertools.count(1)
+    counts = {False: itertools.count(1), True: itertools.count(1)}  # torch 2.11 asks again when it recomputes
 
     def policy(context, op, *args, **kwargs):
-        keep = op in saved or (op in MATMULS and next(count) % 2 == 0)
+        keep = op in saved or (op in MATMULS and next(counts[context.is_recompute]) % 2 == 0)
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

@@ -269,13 +269,17 @@ class _Unit:
         if not trained:
             return [None] * len(grads)
         filled = [self.room_for(s).zero_() if g is None else g for s, g in trained]
-        send_nk = torch.cat([g.reshape(self.n, -1) for g in filled], dim=1)
-        mean_k = send_nk.new_empty(send_nk.shape[1])
-        _reduce_scatter(mean_k, send_nk.view(-1), group=self.shard_group)
+        parts = [g.reshape(self.n, -1) for g in filled]
+        mean_k = self.sum_and_scatter(parts[0] if len(parts) == 1 else torch.cat(parts, dim=1))
         if self.replicate_group:
             dist.all_reduce(mean_k, group=self.replicate_group)
         pieces = iter(mean_k.div_(self.copies).split([s.numel() for s, _ in trained]))
         return [next(pieces).view_as(s).to(s.dtype) if s.requires_grad else None for s in self.shards]
+
+    def sum_and_scatter(self, send_nk):
+        sum_k = send_nk.new_empty(send_nk.shape[1])
+        _reduce_scatter(sum_k, send_nk.view(-1), group=self.shard_group)
+        return sum_k
 
     def place(self, tensors):
         for tensor, places in zip(tensors, self.places, strict=True):
@@ -314,19 +318,25 @@ class FullyShardByHand:
     """Shards `model` in place: then `model(x)`, `backward()` and an optimizer over `model.parameters()` as ever.
 
     mesh: a ProcessGroup or 1-axis DeviceMesh to shard over; of 2 axes, the first replicates (HSDP). blocks: as in
-    `apply_fsdp`. `model.parameters()` become this rank's k rows, their `.grad` the rows of the mean over all
-    ranks. Raises ValueError: 0 blocks, a parameter of shape () or tied across blocks, a mesh of 3 axes.
+    `apply_fsdp`. reshard_after_forward=False: blocks stay gathered until their backward, and are not gathered again.
+    `model.parameters()` become this rank's k rows, their `.grad` the rows of the mean over all ranks. Raises ValueError: 0 blocks, a parameter of shape () or tied across blocks, a mesh of 3 axes.
     """
 
     unit = _Unit
 
-    def __init__(self, model: nn.Module, mesh, blocks: Iterable[nn.Module] | None = None):
+    def __init__(
+        self, model: nn.Module, mesh, blocks: Iterable[nn.Module] | None = None, reshard_after_forward: bool = True
+    ):
         groups = mesh, None
         if isinstance(mesh, DeviceMesh):
             _check_axes(mesh)
             groups = mesh.get_group(mesh.ndim - 1), mesh.get_group(0) if mesh.ndim == 2 else None
         units = _find_units(model, blocks).items()
-        self.units = [self.unit(block, owned, *groups, block is not model) for block, owned in units if owned]
+        self.units = [
+            self.unit(block, owned, *groups, free_after_forward=reshard_after_forward and block is not model)
+            for block, owned in units
+            if owned
+        ]
 
     @torch.no_grad()
     def whole(self, gradients: bool = False) -> dict[str, Tensor]:

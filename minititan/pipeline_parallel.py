@@ -57,6 +57,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -136,8 +137,8 @@ def check_pipeline_parallel(
         raise ValueError(f"{schedule} wants {wanted} stages on a rank, got {v}; what takes {v}: {others}")
     if kind.full and m < p * v:
         raise ValueError(
-            f"{schedule} on {p} ranks with {v} stages each needs {p * v} microbatches or more, got {m}: cut the batch "
-            f"finer, or use {'gpipe' if v == 1 else 'zbv'}, which takes any number"
+            f"{schedule} on {p} ranks with {v} stage{'s' * (v > 1)} each needs {p * v} microbatches or more, got {m}: "
+            f"cut the batch finer, or use {'gpipe' if v == 1 else 'zbv'}, which takes any number"
         )
     if kind.rounds and m % max(1, m // p):
         raise ValueError(
@@ -627,7 +628,7 @@ class Pipeline:
     def eval(self, inputs: Tensor, targets: Tensor | None = None, loss_kwargs: dict | None = None, **model_kwargs):
         """Forward only, through the pipeline. -> the loss, as in `step`; without targets the output, where the last
         stage is, and None elsewhere."""
-        self.evaluation._loss_fn = None if targets is None else self.loss_fn
+        self.evaluation._loss_fn = None  # but for targets
         out = self._run("eval", self.evaluation, inputs, targets, loss_kwargs, model_kwargs)
         for module in (m for part in self.parts for m in part.modules() if isinstance(m, FSDPModule)):
             module.reshard()  # or the next step would find the parameters of before the optimizer
@@ -647,13 +648,14 @@ class Pipeline:
                     "buffers between stages were made: pad to that, or build another schedule on the same parts"
                 )
         schedule._kwargs_chunk_spec = dict.fromkeys(model_kwargs, _Replicate)
+        if targets is not None:  # bound here: only torch 2.13 passes loss_kwargs on by itself
+            schedule._loss_fn = partial(self.loss_fn, **(loss_kwargs or {}))
         losses = None if targets is None else []
         output = getattr(schedule, mode)(
             *([inputs] if any(stage.is_first for stage in stages) else []),
             target=targets if any(stage.is_last for stage in stages) else None,
             losses=losses,
             return_outputs=targets is None,
-            loss_kwargs=loss_kwargs,
             **model_kwargs,
         )
         for stage in stages:

@@ -19,20 +19,27 @@ over its ranks, so the share is multiplied by their number before backward. Noth
 Everything shown is global: the loss is summed over the ranks that hold different tokens, the norm over all shards.
 Every layout starts from the same weights (meta_init) and reads the same rows (data), so all layouts give one curve.
 
+With --fault-tolerance.lighthouse this job is one of several that train one model (fault_tolerance): each takes its part
+of the rows, gradients and loss are means over the jobs that are alive, and a step in which one dies is done again. Every
+job has its own csv, logs and checkpoints; global_batch stays the number of sequences of all jobs together.
+
 From top to bottom: the configuration; `parallelize`, the order in which techniques compose; `check`, what cannot work;
 `Job`, what one rank trains and how it goes forward and backward; `train`, the loop; the command line.
 """
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import math
 import os
+import socket
 import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -56,6 +63,7 @@ from minititan.expert_parallel import (
     shard_experts,
     update_expert_bias,
 )
+from minititan.fault_tolerance import FaultTolerantReplica, torchrun_store
 from minititan.float8 import convert_to_float8, scales_once_a_step, send_float8_as_bytes
 from minititan.fsdp import apply_fsdp
 from minititan.grad_clip import clip_grad_norm_
@@ -85,10 +93,20 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
+class FaultToleranceConfig:
+    """This job (a torchrun) as one of several that train one model; a job that dies and comes back heals from a peer."""
+
+    lighthouse: str | None = None  # where all meet, http://host:29510 of `torchft_lighthouse --min_replicas 1`
+    groups: int = 2  # jobs; none begins before all are there, and those that are left go on
+    name: str = "group_0"  # another one in each job
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """Everything that a run depends on. Runs that differ in `parallel` only have one and the same curve."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    fault_tolerance: FaultToleranceConfig = field(default_factory=FaultToleranceConfig)
     model: ModelConfig = field(default_factory=lambda: PRESETS["debug"])
     steps: int = 100
     global_batch: int = 16  # sequences in an optimizer step, over all ranks and microbatches
@@ -143,6 +161,8 @@ class TrainResult:
     def summary(self) -> dict:
         """What the command line prints last, as one line of JSON."""
         fields = {name: value for name, value in asdict(self).items() if not isinstance(value, list)}
+        if not self.losses:  # a group that came back when its peers had done all
+            return {"steps": 0} | fields
         times = {"steps": len(self.losses), "step_time_s": statistics.median(self.step_times_s)}
         return times | {"loss_first": self.losses[0], "loss_last": self.losses[-1]} | fields
 
@@ -188,6 +208,11 @@ def parallelize(model: nn.Module, dims: ParallelDims, config: TrainConfig) -> nn
 def check(config: TrainConfig, world_size: int) -> ParallelDims:
     """The layout on world_size ranks, or a ValueError that says why not. Makes no group and allocates nothing."""
     model, dims = config.model, ParallelDims(**asdict(config.parallel), world_size=world_size)
+    for name, hint in get_type_hints(TrainConfig).items():
+        choices = next((get_args(kind) for kind in (hint, *get_args(hint)) if get_origin(kind) is Literal), None)
+        value = getattr(config, name)
+        if choices and value is not None and not isinstance(value, tuple) and value not in choices:
+            raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}")
     if dims.pp > 1:
         _check_pipeline(config, dims)
     if model.n_experts:
@@ -229,6 +254,8 @@ def check(config: TrainConfig, world_size: int) -> ParallelDims:
     if config.log:
         check_sinks(config.log)
     _check_pairs(config, dims, cut_seq_len)
+    if config.fault_tolerance.lighthouse:
+        _check_fault_tolerance(config, dims)
     return dims
 
 
@@ -306,6 +333,27 @@ def _check_pairs(config: TrainConfig, dims: ParallelDims, cut_seq_len: int) -> N
             )
 
 
+def _check_fault_tolerance(config: TrainConfig, dims: ParallelDims) -> None:
+    groups, n_experts = config.fault_tolerance.groups, config.model.n_experts
+    if groups < 2:
+        raise ValueError(f"fault_tolerance.groups {groups}: nobody is left to heal from; 2 or more, or no lighthouse")
+    for what, why in {
+        f"pp {dims.pp}": dims.pp > 1 and "a pipeline's messages would wait for a rank that has given up the step",
+        f"{n_experts} experts": n_experts and "their biases follow the load of one group, so that groups would differ",
+        "float8_all_gather": config.float8_all_gather and "the scales of a state that has healed would be the old ones",
+    }.items():
+        if why:
+            raise ValueError(f"fault_tolerance with {what}: {why}; leave out one of the two")
+    pieces = math.lcm(*range(1, groups + 1)) * dims.size("dp") * config.accumulate
+    if config.global_batch % pieces:
+        raise ValueError(
+            f"global_batch {config.global_batch} must be cut among 1 to {groups} groups, whoever is left, each of dp "
+            f"{dims.size('dp')} × accumulate {config.accumulate}: use a multiple of {pieces}"
+        )
+    if not importlib.util.find_spec("torchft"):
+        raise ValueError("fault_tolerance needs torchft, which is not installed: pip install 'minititan[ft]'")
+
+
 def lr_at(step: int, config: TrainConfig) -> float:
     """Learning rate of step 0, 1, ..: linear warm-up, a plateau if decay_steps leaves one, then linear to 0."""
     warmup_steps = min(config.warmup_steps, config.steps)  # a trial run of a few steps only warms up
@@ -366,6 +414,7 @@ class Job:
 
         compiles = config.compile != "none" and not config.loss_parallel
         self.loss_sum = torch.compile(cross_entropy_sum, backend=config.compile) if compiles else cross_entropy_sum
+        self.replica: FaultTolerantReplica | None = None  # see join_peers
         self.pipeline, self.stage_inputs = None, {}
         if dims.pp > 1:
             if dims.cp == 1:  # sequence parallel stages cannot count the tokens; with cp a hook knows the places
@@ -376,10 +425,25 @@ class Job:
     def loss_share(self, logits_BTV: Tensor, targets_BT: Tensor, divisor: Tensor | int = 1) -> Tensor:
         return self.loss_sum(logits_BTV, targets_BT) / divisor
 
-    def microbatches(self, text: ByteCorpus, step: int) -> list[tuple[Tensor, Tensor]]:
-        """This rank's (tokens_BT, targets_BT) of one step."""
-        config = self.config
-        rows = batches(text, config.global_batch, config.seq_len, step, *self.corpus_rank, config.seed)
+    def join_peers(self, first: int) -> None:
+        """Makes this job one of several that train one model, at step `first`."""
+        config, store = self.config.fault_tolerance, None
+        if dist.get_rank() == 0:
+            store = dist.TCPStore(socket.gethostname(), 0, is_master=True, wait_for_workers=False)
+        place = [(store.host, store.port) if store else None]
+        dist.broadcast_object_list(place, device=self.device)
+        store = store or dist.TCPStore(*place[0], is_master=False)
+        where = {"name": config.name, "lighthouse": config.lighthouse, "store": store}
+        where |= {"peer_timeout": 60.0, "quorum_timeout": 600.0, "work_timeout": 600.0}
+        self.replica = FaultTolerantReplica(self.parts[0], self.optimizer, **where)
+        self.replica.step = first
+        self.replica.manager.load_state_dict({"step": first, "batches_committed": 0})  # who is behind heals
+
+    def microbatches(self, text: ByteCorpus, step: int, share: tuple[int, int] = (0, 1)) -> list[tuple[Tensor, Tensor]]:
+        """This rank's (tokens_BT, targets_BT) of one step. share: this group's number, and of how many."""
+        config, (rank, n_ranks) = self.config, self.corpus_rank
+        place = share[0] * n_ranks + rank, share[1] * n_ranks
+        rows = batches(text, config.global_batch, config.seq_len, step, *place, config.seed)
         if self.dims.cp > 1:
             rows = [shard_sequence(x_BT, self.dims.axis("cp")) for x_BT in rows]
         n_pieces = 1 if self.pipeline else config.accumulate  # a pipeline cuts them itself
@@ -405,6 +469,8 @@ class Job:
                 loss += share.detach()
             loss /= self.n_averaged
             dist.all_reduce(loss, group=self.loss_group)
+            if self.replica:
+                self.replica.mean(loss)  # as the gradients are already
             return loss
 
     @torch.no_grad()
@@ -422,15 +488,16 @@ class Job:
         dist.all_reduce(total, group=self.loss_group)
         return (total[0] / total[1]).item()
 
-    def update(self, lr: float) -> None:
-        """One optimizer step on the gradients that are there, which it drops; then experts' biases."""
+    def update(self, lr: float) -> bool:
+        """One optimizer step on the gradients that are there, which it drops; then experts' biases. False: a peer died."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.optimizer.step()
+        sound = self.replica.commit() if self.replica else self.optimizer.step() or True
         self.optimizer.zero_grad()
         if self.routers:
             spread = [self.dims.axis("loss"), *([self.dims.axis("tp")] if self.dims.tp > 1 else [])]
             update_expert_bias(nn.ModuleList(self.parts), *spread)
+        return sound
 
 
 Watch = Callable[[str, int, nn.Module], object]
@@ -455,12 +522,13 @@ def train(config: TrainConfig, watch: Watch = lambda *_: None) -> TrainResult:
         first = load(config.checkpoint, job.parts, job.optimizer)["step"]
         if first >= end:
             raise ValueError(
-                f"{config.checkpoint} holds the state after {first} steps, and this run ends at {end}: take more steps, or "
+                f"{Path(config.checkpoint).name} holds the state after {first} steps, and this run ends at {end}: take more steps, or "
                 "another folder"
             )
     n_multiplying = job.n_parameters - (0 if config.model.tied else config.model.vocab_size * config.model.dim)
     sizes = (config.model.n_layers, config.model.n_heads, config.model.head_dim, config.seq_len)
-    meter = Meter(flops_per_token(n_multiplying, *sizes), dist.get_world_size(), device)
+    n_groups = config.fault_tolerance.groups if config.fault_tolerance.lighthouse else 1
+    meter = Meter(flops_per_token(n_multiplying, *sizes), n_groups * dist.get_world_size(), device)
     axes = ("dp_replicate", "dp_shard", "tp", *(name for name in ("cp", "pp", "ep") if getattr(dims, name) > 1))
     layout = " × ".join(f"{name} {getattr(dims, name)}" for name in axes)
     result = TrainResult(layout, job.n_parameters, held_back_first=job.held_back_loss(corpus))
@@ -473,17 +541,23 @@ def train(config: TrainConfig, watch: Watch = lambda *_: None) -> TrainResult:
         logs = [stack.enter_context(log_to(*sink, after=after)) for sink in sinks] if is_first else []
         bar = stack.enter_context(tqdm(initial=first, total=config.steps, unit="step", disable=not has_bar))
         saving = None
-        meter.steps, meter.tokens = first, first * n_tokens
+        steps, row = range(first, end), {"peak_memory_bytes": 0}
+        if n_groups > 1:
+            job.join_peers(first)
+            steps = job.replica.steps(end, n_groups, patience=300.0)
         meter.start()
-        for step in range(first, end):
-            loss = job.forward_backward(job.microbatches(corpus, step)).item()
+        for step in steps:
+            meter.steps, meter.tokens = step, step * n_tokens
+            share = job.replica.share if job.replica else (0, 1)
+            loss = job.forward_backward(job.microbatches(corpus, step, share)).item()
             grad_norm = clip_grad_norm_(
                 job.parameters, config.max_norm, dims.axis("pp") if dims.pp > 1 else None
             ).item()
             check_finite(step, config, result.losses, **{"loss": loss, "gradient norm": grad_norm})
             for part in job.parts:
                 watch("gradients", step, part)
-            job.update(lr_at(step, config))
+            if not job.update(lr_at(step, config)):
+                continue  # with the same step, and who is left
             for part in job.parts:
                 watch("updated", step, part)
             row = meter.step(loss, grad_norm, n_tokens, lr=lr_at(step, config))
@@ -506,10 +580,18 @@ def train(config: TrainConfig, watch: Watch = lambda *_: None) -> TrainResult:
                 print(f"step {step:>5}  {line}", flush=True)
     if saving:
         saving.wait()
+    if job.replica:
+        job.replica.close()
+        if job.replica.step < end:
+            raise RuntimeError(
+                f"{config.fault_tolerance.name} is at step {job.replica.step} of {end}, and found {job.replica.share[1]} of "
+                f"{config.fault_tolerance.groups} groups at {config.fault_tolerance.lighthouse}: start the others"
+            )
     peak = torch.tensor(row["peak_memory_bytes"], device=device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     result.peak_memory_bytes = int(peak)
-    result.tokens_per_s = n_tokens / statistics.median(result.step_times_s)
+    if result.losses:
+        result.tokens_per_s = n_tokens / statistics.median(result.step_times_s)
     return result
 
 
@@ -543,7 +625,10 @@ def main() -> None:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
         options = {"backend": "nccl", "device_id": device}
-    if "RANK" not in os.environ:  # not under torchrun: a group of one, that needs no port
+    if "RANK" in os.environ:  # under torchrun, whose restarts need a fresh store
+        names = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+        options |= {"store": torchrun_store()} | names
+    else:  # a group of one, that needs no port
         options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(**options)
     result = train(config)

@@ -131,6 +131,7 @@ WAYS = {
     "by hand": lambda model, line, grid: FullyShardByHand(model, line),
     "by hand, a process group": lambda model, line, grid: FullyShardByHand(model, line.get_group()),
     "by hand, HSDP": lambda model, line, grid: FullyShardByHand(model, grid),
+    "by hand, no reshard": lambda model, line, grid: FullyShardByHand(model, line, reshard_after_forward=False),
     "by hand, 1 unit": lambda model, line, grid: FullyShardByHand(model, line, blocks=[]),
     "by hand, 2 blocks": lambda model, line, grid: FullyShardByHand(model, line, list(model.layers.values())[1:3]),
     "flat": lambda model, line, grid: FlatParameterByHand(model, line),
@@ -304,6 +305,7 @@ def test_collectives_and_bytes_equal_the_formula():
     flat_root = 4 * 52  # 51 numbers in 4 pieces
     a_microbatch = {
         "by hand": fsdp,
+        "by hand, no reshard": {"all_gather": units, "reduce_scatter": units},
         "flat": {"all_gather": [block] * 6 + [flat_root], "reduce_scatter": [block] * 3 + [flat_root]},
         "native": fsdp,
         "native, no reshard": {"all_gather": units, "reduce_scatter": units},

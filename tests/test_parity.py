@@ -49,14 +49,17 @@ def record(config: TrainConfig) -> dict:
     for logger in ("torch.distributed.tensor", "torch._dynamo"):
         logging.getLogger(logger).setLevel(logging.ERROR)
     minititan.train.batches = padded
-    found = {moment: [{} for _ in range(config.steps)] for moment in ("gradients", "updated")}
+    found = {"gradients": [{} for _ in range(config.steps)], "updated": [{}]}  # parameters: after the last step
 
     def watch(moment, step, part):
+        if moment == "updated" and step < config.steps - 1:
+            return  # the next step's gradients tell
         for name, parameter in part.named_parameters():
             tensor = (parameter.grad if moment == "gradients" else parameter).detach()
             whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
             name = name.replace("_checkpoint_wrapped_module.", "")
-            found[moment][step][name] = whole.clone()  # a replicated tensor is whole already, and goes on changing
+            into = found[moment][step if moment == "gradients" else 0]
+            into[name] = whole.clone()  # a replicated tensor is whole already, and goes on changing
 
     result = train(config, watch)
     return found | {"losses": result.losses, "grad_norms": result.grad_norms, "held": result.held_back_last}
@@ -107,7 +110,7 @@ def reference(architecture: ModelConfig) -> dict:
         optimizer.zero_grad()
         if architecture.n_experts:
             update_expert_bias(model)
-        found["updated"].append({n: p.detach().clone() for n, p in model.named_parameters()})
+    found["updated"].append({n: p.detach() for n, p in model.named_parameters()})
     tokens_BT, targets_BT = padded(corpus.held_back, config.global_batch, config.seq_len, 0, 0, 1, config.seed)
     with torch.no_grad():
         logits_NV = model(tokens_BT).flatten(0, 1)
@@ -356,7 +359,7 @@ def test_what_cannot_work_is_refused_with_the_reason():
     with pytest.raises(ValueError, match=r"degree 4: seq_len 18 is no multiple \(20 is\); take \[1, 2\]"):
         check(replace(short, sequence_parallel=True), 8)
     refused = {
-        "1f1b on 4 ranks with 1 stages each needs 4 microbatches or more, got 2": replace(
+        "1f1b on 4 ranks with 1 stage each needs 4 microbatches or more, got 2": replace(
             layout(dp_shard=2, pp=4), accumulate=2
         ),
         "2 layers cannot fill 4 ranks": replace(layout(dp_shard=2, pp=4), model=MODEL),

@@ -100,7 +100,7 @@ def test_a_stuck_plan_says_where():
     ("arguments", "words"),
     [
         (("2f2b", 4, 8), r"'2f2b' is none of gpipe, 1f1b, .*dualpipev"),
-        (("1f1b", 4, 3), "1f1b on 4 ranks with 1 stages each needs 4 microbatches or more, got 3.*gpipe"),
+        (("1f1b", 4, 3), "1f1b on 4 ranks with 1 stage each needs 4 microbatches or more, got 3.*gpipe"),
         (("dualpipev", 4, 7), "needs 8 microbatches or more, got 7.*zbv"),
         (("zbv", 4, 8, 1), "zbv wants exactly 2 stages on a rank, got 1; what takes 1: gpipe, 1f1b, interleaved_zero_b"),
         (("interleaved_1f1b", 4, 8, 1), "wants 2 or more stages on a rank, got 1"),
@@ -489,6 +489,7 @@ FAST = [
 ]
 
 
+@pytest.mark.full  # by default test_parity has the pipeline with FSDP, TP and context parallel
 def test_with_fsdp_ddp_tensor_parallel_and_checkpointing():
     run_all_composed(FAST)
 

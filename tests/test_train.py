@@ -120,6 +120,8 @@ REFUSED = [
     ({"steps": 0}, 1, ["steps=0"]),
     ({"lr": -1.0}, 1, ["lr=-1.0"]),
     ({"max_norm": math.nan}, 1, ["max_norm=nan"]),
+    ({"compile": True}, 1, ["compile=True", "'none', 'inductor', 'aot_eager'"]),
+    ({"compute_dtype": "fp16"}, 1, ["compute_dtype='fp16'", "'float32', 'bfloat16'"]),
 ]  # fmt: skip
 
 
