@@ -20,9 +20,10 @@ Use it      from a few layers on, for any model with repeated blocks. Order: flo
             checkpointing, then this, then FSDP. Then the wrapper of a checkpointed block is what gets compiled, the
             compiler sees what is to be recomputed, and FSDP's gathers stay outside of the graph.
 Goes wrong  blocks that differ in a Python value (a layer number as an attribute): each value is a guard that fails, each
-            block a graph of its own, and after 8 the rest run eagerly without a word. Shapes that change: a second graph,
-            and from then on one for every length. Compiling before checkpointing per op: the policy looks for operators
-            and finds none, for they are inside a compiled function. `count_graphs` tells. A tensor that still travels:
+            block a graph of its own, and the ninth is an error (fullgraph=False: the rest run eagerly, a line in the log).
+            Shapes that change: a second graph, and with dynamic=False one for every length. Compiling before checkpointing
+            per op: the policy looks for operators and finds none, for they are inside a compiled function. `count_graphs`
+            tells the first two. A tensor that still travels:
             tensor parallel's embedding gives an AsyncCollectiveTensor, which waits at its first operator. torch 2.13
             unwraps it at a graph's door, and the gradient goes past a node: an error in backward, or with FSDP an
             embedding's gradient wrong by its own size, without a word. So a block waits for its inputs first.
@@ -184,10 +185,13 @@ def count_graphs() -> Iterator[GraphCount]:
         yield count
     finally:
         count.graphs = counters["stats"]["unique_graphs"]
-        count.breaks = sum(counters["graph_break"].values())
+        # torch 2.13 books a branch on a tensor's value elsewhere
+        branches = {k: n for k, n in counters["unimplemented"].items() if k.startswith("Data-dependent branching")}
+        breaks = counters["graph_break"] | branches
+        count.breaks = sum(breaks.values())
         failures = [str(f).splitlines()[0] for found in guard_failures.values() for f in found]
         count.recompiles = len(failures)
-        count.reasons = tuple(dict.fromkeys([*(str(r).splitlines()[0] for r in counters["graph_break"]), *failures]))
+        count.reasons = tuple(dict.fromkeys([*(str(r).splitlines()[0] for r in breaks), *failures]))
 
 
 @dataclass(frozen=True)

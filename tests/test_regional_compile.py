@@ -156,6 +156,19 @@ def test_a_break_is_counted_or_refused():
         strict(x)
 
 
+def test_a_branch_on_a_value_is_a_break_too():
+    class Branches(nn.Module):
+        def forward(self, x):
+            y = x * 2
+            return y + 1 if y.sum() > 0 else y - 1
+
+    model = nn.ModuleDict({"layers": nn.ModuleList([Branches()])})
+    compile_blocks(model, fullgraph=False, backend="eager")
+    with count_graphs() as count:
+        model["layers"][0](torch.ones(2))
+    assert (count.graphs, count.breaks) == (2, 1) and "branching" in count.reasons[0]
+
+
 def test_a_changed_shape_compiles_once_more_and_then_no_more():
     model = compile_blocks(new_model(), backend="aot_eager")
     counts = []

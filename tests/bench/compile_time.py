@@ -1,6 +1,6 @@
 """Cold compile time against depth: writes figures/regional_compile.json, which notebook 14 draws.
 
-python tests/benchmark_compile.py [LAYERS ...]     default 4 8 16 32; minutes, on a quiet machine
+python tests/bench/compile_time.py [LAYERS ...]     default 4 8 16 32; minutes, on a quiet machine
 """
 
 import json
@@ -17,7 +17,7 @@ from minititan.meta_init import materialize, on_meta
 from minititan.model import PRESETS, Transformer
 from minititan.regional_compile import HOW, measure_compile
 
-TARGET = pathlib.Path(__file__).parent.parent / "figures" / "regional_compile.json"
+TARGET = pathlib.Path(__file__).parents[2] / "figures" / "regional_compile.json"
 
 
 def main(depths: list[int]) -> None:
