@@ -28,9 +28,11 @@ def clean(notebook: nbformat.NotebookNode) -> None:
 
 
 def merged(outputs: list) -> list:
-    """A stream cut at the moments of its arrival becomes one again."""
+    """A stream cut at the moments of its arrival becomes one again. A picture is kept once: as PNG, not in HTML too."""
     whole = []
     for output in outputs:
+        if "image/png" in output.get("data", {}):
+            output.data.pop("text/html", None)
         last = whole[-1] if whole else None
         if last and output.output_type == last.output_type == "stream" and output.name == last.name:
             last.text += output.text

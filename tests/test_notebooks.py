@@ -6,6 +6,7 @@ That they run is nbmake's part: `pytest --nbmake notebooks`.
 import copy
 import pathlib
 import re
+import symtable
 
 import nbformat
 import pytest
@@ -36,6 +37,10 @@ def faults(notebook: nbformat.NotebookNode, size: int) -> list[str]:
     if "widgets" in notebook.metadata:
         found.append("widget state in the metadata")
     code = [c for c in notebook.cells if c.cell_type == "code" and c.source.strip()]
+    for k, cell in enumerate(code):
+        if ".observe(" in cell.source:
+            lost = _used_by_functions(cell.source) & set().union(*(_set_at_the_top(c.source) for c in code[k + 1 :]))
+            found += [f"a later cell sets {name}, which a widget's function reads when it is turned" for name in lost]
     counts = [c.execution_count for c in code]
     if counts != list(range(1, len(counts) + 1)):
         found.append(f"cells out of order: {counts}")
@@ -52,11 +57,29 @@ def faults(notebook: nbformat.NotebookNode, size: int) -> list[str]:
                 found.append(f"stderr in an output: {output.text[:80]!r}")
             if output.output_type == "error" and "raises-exception" not in tags:
                 found.append(f"an error without the tag raises-exception: {output.evalue[:80]!r}")
+            data = output.get("data", {})
+            if "image/png" in data and data.get("text/plain", "").startswith("<Figure size"):
+                found.append(f"a figure without a description, alt of draw.Drawing: {cell.source[:80]!r}")
             told = "\n".join(output.get("traceback", [])) + str(output.get("text", ""))
-            told += "".join(str(v) for k, v in output.get("data", {}).items() if k.startswith("text/"))
+            told += "".join(str(v) for k, v in data.items() if k.startswith("text/"))
             if match := ABSOLUTE_PATH.search(told):
                 found.append(f"absolute path in an output: {told[match.start() : match.start() + 80]!r}")
     return found
+
+
+def _used_by_functions(source: str) -> set[str]:
+    """Names of the notebook that functions of a cell read, when they are called."""
+    names, tables = set(), symtable.symtable(source, "cell", "exec").get_children()
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        names |= {s.get_name() for s in table.get_symbols() if s.is_global() and not s.is_assigned()}
+    return names
+
+
+def _set_at_the_top(source: str) -> set[str]:
+    symbols = symtable.symtable(source, "cell", "exec").get_symbols()
+    return {s.get_name() for s in symbols if s.is_assigned()}
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
@@ -119,7 +142,31 @@ def _error(nb):
     nb.cells[0].outputs = [nbformat.v4.new_output("error", ename="E", evalue="e", traceback=["E: e"])]
 
 
-@pytest.mark.parametrize("spoil", [_stderr, _path, _path_in_html, _widgets, _order, _unexecuted, _bang, _error])
+def _slider_loses_its_name(nb):
+    nb.cells[0].source = "def redraw(_):\n    print(name)\n\n\nslider.observe(redraw)"
+    nb.cells.append(nbformat.v4.new_code_cell("for name in range(3):\n    print(name)", execution_count=2))
+
+
+def _no_words(nb):
+    data = {"image/png": "iVBORw0KGgo=", "text/plain": "<Figure size 700x320 with 1 Axes>"}
+    nb.cells[0].outputs = [nbformat.v4.new_output("display_data", data=data)]
+
+
+SPOILS = [
+    _no_words,
+    _stderr,
+    _path,
+    _path_in_html,
+    _widgets,
+    _order,
+    _unexecuted,
+    _bang,
+    _error,
+    _slider_loses_its_name,
+]
+
+
+@pytest.mark.parametrize("spoil", SPOILS)
 def test_each_fault_is_found(spoil):
     notebook = copy.deepcopy(sound())
     spoil(notebook)
