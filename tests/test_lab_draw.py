@@ -460,7 +460,7 @@ def test_memory_svg_has_the_numbers_of_memory():
     data = {"DDP": {"parameters": 4e9, "gradients": 4e9}, "a < b": {"parameters": 1e9}}
     svg = ElementTree.fromstring(draw.memory_svg(data, limit=6e9, title="two"))
     texts = [e.text for e in svg.iter() if e.tag.endswith("text")]
-    assert {"two", "DDP", "a < b", "8 GB", "1 GB", "4", "parameters", "gradients"} <= set(texts)
+    assert {"two", "DDP", "a < b", "8 GB", "1 GB", "limit 6 GB", "4", "parameters", "gradients"} <= set(texts)
     widths = [float(e.get("width")) for e in svg.iter() if e.tag.endswith("rect")]
     assert widths[2:] == [315.0, 315.0, 78.8, 0.0]  # after two of the legend
 

@@ -603,8 +603,9 @@ def memory_svg(data: Mapping[str, Mapping[str, float]], limit: float | None = No
     size, unit = unit_of(largest)
     x0, scale, row, height = 70, 630 / largest, 30, 30 * len(data) + 34
     out = [_svg_root(height), f'<text x="{x0}" y="14" font-weight="bold">{escape(title)}</text>']
-    for i, kind in enumerate(kinds):
-        x = 830 - 100 * (len(kinds) - i)
+    x = 830
+    for kind in reversed(kinds):
+        x -= 7 * len(kind) + 26
         out.append(f'<rect x="{x}" y="4" width="11" height="11" fill="{KINDS.get(kind, GREY)}"/>')
         out.append(f'<text x="{x + 15}" y="14">{escape(kind)}</text>')
     for i, (label, bars) in enumerate(data.items()):
@@ -624,9 +625,12 @@ def memory_svg(data: Mapping[str, Mapping[str, float]], limit: float | None = No
             f'<text x="{x + 6:.1f}" y="{y + 16}" font-weight="bold">{number((x - x0) / scale / size)} {unit}</text>'
         )
     if limit:
-        x = x0 + scale * limit
+        x, (size, unit) = x0 + scale * limit, unit_of(limit)
+        dx, anchor = (6, "start") if limit < largest / 2 else (-6, "end")
+        words = f"limit {number(limit / size)} {unit}"
         out.append(
-            f'<path d="M{x:.1f} 20V{height - 8}" stroke="{VERMILLION}" stroke-width="2" stroke-dasharray="5 4"/>'
+            f'<path d="M{x:.1f} 20V{height}" stroke="{VERMILLION}" stroke-width="2" stroke-dasharray="5 4"/>'
+            f'<text x="{x + dx:.1f}" y="{height - 3}" text-anchor="{anchor}">{words}</text>'
         )
     return "".join([*out, "</svg>"])
 
@@ -781,8 +785,10 @@ _COLLECTIVE_PHASE = {
 
 
 @styled
-def parity(errors: Mapping[str, Mapping[str, float]], tolerance: float = 1e-10, title: str = "") -> Drawing:
-    """Relative error of each quantity in each layout, on a log scale, beside the tolerance.
+def parity(
+    errors: Mapping[str, Mapping[str, float]], tolerance: float = 1e-10, title: str = "", against: str = "one process"
+) -> Drawing:
+    """Relative error of each quantity in each layout to `against`, on a log scale, beside the tolerance.
 
     errors: layout -> {quantity: error}. Exact agreement stands at the left edge; nan and inf at the right one, crossed
     out as everything above the tolerance is.
@@ -812,7 +818,7 @@ def parity(errors: Mapping[str, Mapping[str, float]], tolerance: float = 1e-10, 
     ax.axvline(tolerance, color=VERMILLION, linewidth=1.3, linestyle="--")
     ax.axvspan(tolerance, high, color=VERMILLION, alpha=0.06, linewidth=0)
     ax.set_xscale("log")
-    ax.set(xlim=(low, high), ylim=(len(errors) - 0.5, -0.5), xlabel="relative error to one process")
+    ax.set(xlim=(low, high), ylim=(len(errors) - 0.5, -0.5), xlabel=f"relative error to {against}")
     ax.set_yticks(range(len(errors)), list(errors))
     ax.tick_params(axis="y", length=0, pad=8)
     ax.xaxis.set_minor_locator(NullLocator())
